@@ -2,8 +2,9 @@
 
 Only large products come close to a chip's peak. A product that is cut into chunks has a start-up time for each chunk,
 and for each chunk it reads the whole operand that is not cut. If the contracted dimension is cut, it also reads and
-writes the accumulator for each chunk. The constants are fitted. For TPUs they are fitted to the cycles that the TPU
-compiler estimates (benchmarks/thin.py), and for GPUs to cuBLAS products that were timed on a GPU (benchmarks/gpu.py).
+writes the accumulator for each chunk. The constants are fitted: for the TPU v5e to kernels that others timed on the
+chip (benchmarks/tpu.py), for other TPUs to the cycles that the TPU compiler estimates (benchmarks/thin.py), and for
+GPUs to products of cuBLAS that were timed on a GPU (benchmarks/gpu.py).
 """
 
 import tomllib
@@ -58,6 +59,13 @@ class Efficiency:
     rows: int
     lanes: int
     depth: int
+    timed: bool = False
+    excess_seconds: float = 0.0
+
+    def memory_seconds(self, moved: Traffic, chip: Chip) -> float:
+        """Return the seconds in which main memory reads and writes the given bytes, at the rates that kernels reach."""
+        streamed = (moved.read + moved.accumulated) / self.read_efficiency
+        return (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
 
     def seconds(
         self, sizes: tuple[int, int, int, int], moved: Traffic, arithmetic: str, chip: Chip, accumulate: bool
@@ -71,9 +79,7 @@ class Efficiency:
         matrix = flops / (chip.flops(arithmetic) * self.matrix_efficiency)
         load = batch * contracted * (left + right) / self.load_rate
         drain = batch * left * right / (self.accumulate_rate if accumulate else self.drain_rate)
-        streamed = (moved.read + moved.accumulated) / self.read_efficiency
-        memory = (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
-        together = hypot(matrix, load, drain, memory)
+        together = hypot(matrix, load, drain, self.memory_seconds(moved, chip))
         # The compiler pipelines a product over n windows. The first read and the last write overlap with nothing, and
         # take `together` / n; the start of each window takes additional time. The best n makes the sum, together / n +
         # n * start, equal to 2 sqrt(together * start).
@@ -101,6 +107,12 @@ def _load() -> dict[str, Efficiency]:
 
 
 EFFICIENCIES: Mapping[str, Efficiency] = MappingProxyType(_load())
+
+
+def timed_kernels(chip: Chip) -> Efficiency | None:
+    """Return the constants of a TPU whose kernels have been timed; None for any other chip."""
+    row = EFFICIENCIES.get(chip.name)
+    return row if row and row.timed else None
 
 
 @lru_cache(maxsize=65536)
@@ -156,10 +168,11 @@ def product_seconds(
         >>> chunks > 2 * whole
         True
 
-    Source: for TPUs, cycles that the compiler estimates for products compiled offline (benchmarks/thin.py computes them
-    again). For some 280 products per chip the median error is 5 to 7%, and the 90th percentile 15 to 25%. For GPUs, 51
-    products timed on an H200 (benchmarks/gpu.py fits them), with a median error of 5% and a 90th percentile of 12%;
-    matmul.toml states the assumptions for other GPUs.
+    Source: for the TPU v5e, products that others timed (benchmarks/tpu.py fits them), with a median error of 3% and a
+    90th percentile of 13% for products left out of the fit. For other TPUs, cycles that the compiler estimates for
+    products compiled offline (benchmarks/thin.py computes them again). For some 280 products per chip the median error
+    is 5 to 7%, and the 90th percentile 15 to 25%. For GPUs, 51 products timed on an H200 (benchmarks/gpu.py fits them),
+    with a median error of 5% and a 90th percentile of 12%; matmul.toml states the assumptions for other GPUs.
 
     Leaves out: overlap with instructions before and after; the compiler's choice of windows, which changes the seconds
     of some shapes by a third or more; repeated reads of operands in large products; results that stay on the chip.

@@ -16,6 +16,7 @@ from gspmd.audit.simulation.links import MEMORY, Torus, Transfer, transfer
 from gspmd.audit.simulation.machine import HOST_MEMORY, Machine, Span
 from gspmd.audit.simulation.roofline import cost
 from gspmd.hardware.chips import Chip
+from gspmd.hardware.matmul import timed_kernels
 
 Value = int | dict | None
 """The simulated value of an instruction. It is the number of the transfer for which the users of the instruction's
@@ -124,7 +125,7 @@ class Interpreter:
             self.machine.launch(self.chip.launch_seconds)
         if took.seconds or took.flops:
             span = self._span(computation, instruction, "einsum" if took.flops else "other", ("compute",), took.bytes)
-            self.machine.compute(replace(span, seconds=took.seconds), took.flops, took.memory_bound)
+            self.machine.compute(replace(span, seconds=took.seconds), took.flops, took.memory_bound, took.memory_share)
 
     def _send(self, computation: Computation, instruction: Instruction, sent: Collective) -> int | None:
         rows = touched_by(sent.instruction, self.mesh)
@@ -149,12 +150,15 @@ class Interpreter:
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
         """Start a copy or a slice between memories, and return the number of the transfer.
 
-        The transfer runs at the bandwidth of main memory, or of the link to the host if one end is host memory.
+        The transfer runs at the bandwidth of main memory (on a chip whose kernels have been timed, at the bandwidth at
+        which they read it), or of the link to the host if one end is host memory.
         """
         copy = started_copy(self.module, computation, instruction)
         if not copy.direction:
             span = self._span(computation, instruction, "copy", ("memory",), copy.bytes)
-            return self.machine.start(span, Transfer(copy.bytes / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
+            timed = timed_kernels(self.chip)
+            bandwidth = self.chip.hbm_bandwidth * (timed.read_efficiency if timed else 1.0)
+            return self.machine.start(span, Transfer(copy.bytes / bandwidth, 0.0, frozenset({MEMORY})))
         if not self.chip.host_bandwidth:
             self.notes.append(
                 f"the bandwidth between {self.chip.name} and its host is not known; copies between them run at the "

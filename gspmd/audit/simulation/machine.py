@@ -3,8 +3,9 @@
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
-from gspmd.audit.simulation.links import Link, Transfer
+from gspmd.audit.simulation.links import MEMORY, Link, Transfer
 
 _ROUNDING = 1e-12
 """Largest rounding error of a sum of seconds."""
@@ -84,7 +85,7 @@ class Machine:
     """The state of the simulated device.
 
     Transfers on the same link share the bandwidth of the link evenly. The speed of a transfer is the speed on its most
-    contended link.
+    contended link. Copies from and to main memory have only the bandwidth that the running computation leaves.
 
     Attributes:
         now: the time in seconds since the beginning of the timeline.
@@ -108,6 +109,7 @@ class Machine:
     started: int = 0
     ahead: float = 0.0
     least: float = 0.0
+    _taken: float = 0.0  # the share of main memory's bandwidth that the running computation takes
 
     def copy(self) -> "Machine":
         """Return an independent copy of the state, from which a branch of a conditional can be simulated."""
@@ -132,16 +134,20 @@ class Machine:
         """Simulate that the host waits for the device, to read a value that decides which work runs next."""
         self.ahead = self.least = 0.0
 
-    def compute(self, span: Span, flops: int = 0, memory_bound: bool = False) -> None:
-        """Simulate a computation of `span.seconds` seconds, during which transfers proceed."""
+    def compute(self, span: Span, flops: int = 0, memory_bound: bool = False, memory_share: float = 0.0) -> None:
+        """Simulate a computation of `span.seconds` seconds, during which transfers proceed.
+
+        It takes a share of main memory's bandwidth, which copies then lack.
+        """
         self.sums["flops"] += flops
         if not span.seconds:
             return
         self.record(replace(span, start=self.now))
         self.sums["memory"] += span.seconds if memory_bound else 0.0
-        left = span.seconds
+        left, self._taken = span.seconds, memory_share
         while left > 0:
             left -= self._advance(left)
+        self._taken = 0.0
 
     def start(self, span: Span, transfer: Transfer) -> int:
         """Start a transfer, and return the number that identifies this transfer in a call of `wait`."""
@@ -237,10 +243,16 @@ class Machine:
         self._finish_transfers()
         return passed
 
-    def _sharing(self, transfer: _InFlight) -> int:
-        """Return the number of transfers on the most contended of the links that a transfer uses."""
+    def _sharing(self, transfer: _InFlight) -> float:
+        """Return the factor by which a transfer takes longer than alone.
+
+        This is the number of transfers on the most contended of its links. It grows for a copy in main memory while the
+        computation uses this memory, too, and is infinite if nothing is left for the copy.
+        """
         busy = [other.links for other in self.in_flight.values() if other.busy]
-        return max((sum(link in links for links in busy) for link in transfer.links), default=1)
+        left = 1.0 - self._taken if MEMORY in transfer.links else 1.0
+        together = max((sum(link in links for links in busy) for link in transfer.links), default=1)
+        return together / left if left else inf
 
     def _finish_transfers(self) -> None:
         """Record the bars of all finished transfers, and remove these transfers from `in_flight`."""

@@ -6,12 +6,13 @@ The two limits of the roofline are the rate of the matrix unit and the bandwidth
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import hypot
 
 from gspmd.audit.hlo.bundles import least_seconds
 from gspmd.audit.hlo.flops import ATTENTION, product, product_flops
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.hardware.chips import Chip
-from gspmd.hardware.matmul import Traffic, kernel_seconds, seconds_with_traffic
+from gspmd.hardware.matmul import Traffic, kernel_seconds, seconds_with_traffic, timed_kernels
 
 FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id"),
@@ -25,6 +26,13 @@ HOST = "S(5)"
 """Host memory, as memory layouts write it.
 
 Source: openxla/xla, `Layout::kHostMemorySpace` (`layout.h`).
+"""
+_REORDERING = ("copy", "transpose", "gather", "scatter", "sort", "reverse")
+"""Opcodes of instructions that may move data within tiles. Nobody has published their time on a TPU."""
+SMALL = 0.1
+"""The share of the bytes that an instruction moves below which it does not matter whether they are reordered.
+
+For example, a product of few rows may reorder these rows, while it reads the weights as they are.
 """
 _CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # On-chip memory: space 0 is main memory, and 5 is host memory.
 _PARTS = ("dynamic-slice", "slice", "gather")
@@ -48,12 +56,16 @@ class Cost:
         bytes: bytes read from and written to main memory.
         memory_bound: whether the bytes at the chip's peak memory bandwidth take longer than the matrix products at the
             chip's peak FLOP/s.
+        memory_share: the share of main memory's time that the execution needs, so that transfers from memory that run
+            beside it have only the rest. It is 0 on a chip whose kernels have not been timed: the cycles that compilers
+            estimate leave enough time for both.
     """
 
     seconds: float
     flops: int = 0
     bytes: int = 0
     memory_bound: bool = False
+    memory_share: float = 0.0
 
 
 def cost(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> Cost:
@@ -65,6 +77,10 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
       no time either, unless the compiler states an estimate of their cycles.
     - A Pallas kernel whose work the program states takes the seconds of the kernel's schedule, or a lower bound if
       there is no schedule.
+    - On a chip whose kernels have been timed (`timed` in matmul.toml), an instruction that reads or writes main memory
+      takes the seconds that timed kernels take for the same product, or for the same bytes. It takes no longer than by
+      the next rule, which alone holds for instructions that reorder data. If all arrays of an instruction are in
+      on-chip memory, it takes the seconds of the next rule, less those by which estimates exceed timed instructions.
     - If the compiler states an estimate, an instruction takes the estimated cycles, divided by the chip's clock. Only
       the TPU compiler makes estimates.
     - A product whose estimate overflowed takes the time that is fitted to the estimates of other products
@@ -100,7 +116,26 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
     seconds = instruction.cycles / chip.clock or max(products, memory)
     if instruction.cycles_overflowed and (found := product(module, computation, instruction)):
         seconds = seconds_with_traffic(found.sizes, moved, arithmetic, chip)
-    return Cost(seconds, flops, int(moved.bytes), memory > products)
+    share, timed = 0.0, timed_kernels(chip)
+    if timed and seconds and not moved.bytes:
+        seconds = max(seconds - timed.excess_seconds, products)
+    elif timed and seconds:
+        in_memory = timed.memory_seconds(moved, chip)
+        if not _reorders(module, instruction, SMALL * moved.bytes):
+            found = product(module, computation, instruction)
+            as_timed = timed.overhead_seconds + hypot(products / timed.matrix_efficiency, in_memory)
+            if found:
+                as_timed = seconds_with_traffic(found.sizes, moved, arithmetic, chip)
+            seconds = min(seconds, as_timed)
+        share = min(1.0, in_memory / seconds)
+    return Cost(seconds, flops, int(moved.bytes), memory > products, share)
+
+
+def _reorders(module: Module, instruction: Instruction, small: float) -> bool:
+    """Return whether an instruction may reorder data within tiles, in an array of more than `small` bytes."""
+    if instruction.opcode == "fusion":
+        return any(_reorders(module, each, small) for each in module.computations[instruction.called[0]].instructions)
+    return instruction.opcode in _REORDERING and instruction.bytes > small
 
 
 def runs(computation: Computation, instruction: Instruction, chip: Chip) -> bool:
@@ -231,10 +266,21 @@ def _used(module: Module, inner: Computation, value: Instruction) -> int:
         if renamed:
             total += _used(module, inner, user)
         if read and user.opcode == "fusion":
-            total += sum(_read(module, module.computations[user.called[0]], number) for number in read)
+            nested = module.computations[user.called[0]]
+            total += sum(_read(module, nested, number) for number in read)
+            if _renamed(nested) in {nested.parameters[number] for number in read}:
+                total += _used(module, inner, user)  # The nested fusion only renames it.
         elif read:
             total += max(_taken(user, number, value) for number in read)
     return total
+
+
+def _renamed(nested: Computation) -> Instruction:
+    """Return the value that a fusion returns, before the bitcasts that only rename it."""
+    root = nested.root
+    while root.opcode == "bitcast":
+        root = nested.by_name[root.operands[0]]
+    return root
 
 
 def _aliased(instruction: Instruction) -> set[int]:

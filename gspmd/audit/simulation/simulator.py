@@ -36,6 +36,9 @@ def timeline(
       a chip has two cores, the cycles are those of both cores together. An instruction without an estimate takes the
       time of its matrix products at the chip's peak FLOP/s, or the time of its bytes at the bandwidth of main memory,
       whichever is longer. Instructions that only give a name to a value, such as `tuple` and `bitcast`, take no time.
+    - **On a TPU whose kernels have been timed** (the v5e), the estimates are known to be too high. An instruction that
+      reads or writes main memory takes as long as timed kernels with the same FLOPs and bytes, and an instruction in
+      on-chip memory less than its cycles (`gspmd.audit.simulation.roofline.cost`).
     - **On a GPU**, the compiler makes no estimates. A matrix product takes the time that is predicted for cuBLAS
       (`gspmd.hardware.matmul`). Fused attention takes the time of its FLOPs plus the time of its bytes, at the rates
       that cuDNN reaches. Any other kernel takes the time of its bytes, at the memory bandwidth that kernels reach.
@@ -56,9 +59,10 @@ def timeline(
       a collective is the speed on its most contended link. Bandwidth that this leaves free on other links is not used.
       Hops take time, but no bandwidth.
     - **Copies** between memories (`copy-start`, asynchronous slices) take the time of their bytes at the bandwidth of
-      main memory. Several copies share this bandwidth. Copies to and from host memory take the time of their bytes at
-      the bandwidth of the link to the host, each direction by itself. The time of waiting for a copy counts as
-      computing.
+      main memory. Several copies share this bandwidth; on a chip whose kernels have been timed, they share it with the
+      kernels that run beside them, which take as much as they need. Copies to and from host memory take the time of
+      their bytes at the bandwidth of the link to the host, each direction by itself. The time of waiting for a copy
+      counts as computing.
     - **Loops** are simulated until an iteration ends with the same transfers in flight as when it began. This iteration
       then stands for all remaining iterations. It is the first iteration, unless a transfer is in flight from one
       iteration to the next.
@@ -95,13 +99,15 @@ def timeline(
         (1.0, 2.068)
 
     Leaves out: launches of TPU programs; kernels that find their arrays in a GPU's cache; sorting; skew between
-    devices; barriers; contention between collectives, copies and computation, for main memory and for a GPU's
-    multiprocessors; the latency of copies; the pipelining of a collective, and its work on the cores; padding to tiles;
-    the routing of collectives other than shifts; mesh axes that share a torus axis; links between slices; clocks other
-    than the nominal clock.
+    devices; barriers; contention between collectives and computation, for main memory and for a GPU's multiprocessors;
+    contention between copies and computation for main memory, unless the kernels of the chip have been timed; the
+    latency of copies; the pipelining of a collective, and its work on the cores; padding to tiles; the routing of
+    collectives other than shifts; mesh axes that share a torus axis; links between slices; clocks other than the
+    nominal clock.
 
-    Source: for links, the *scaling book* (jax-ml), parts 2 and 3. For cycles, the TPU compiler's `backend_config`. For
-    GPUs, the sources in `gspmd.hardware.matmul` and `gspmd.hardware.nccl`.
+    Source: for links, the *scaling book* (jax-ml), parts 2 and 3. For cycles, the TPU compiler's `backend_config`; for
+    the TPU v5e, kernels that others timed (benchmarks/tpu.py). For GPUs, the sources in `gspmd.hardware.matmul` and
+    `gspmd.hardware.nccl`.
     """
     if not isinstance(module, Module):
         raise PlanError(

@@ -16,7 +16,7 @@ from gspmd.audit import gantt, hlo, perfetto, timeline
 from gspmd.audit.simulation.machine import Machine
 from gspmd.hardware.chips import CHIPS
 from gspmd.hardware.links import collective_seconds
-from gspmd.hardware.matmul import product_seconds
+from gspmd.hardware.matmul import EFFICIENCIES, product_seconds
 from gspmd.hardware.nccl import SIMPLE
 
 MESH = {"x": 4, "y": 4}
@@ -667,6 +667,121 @@ def test_of_a_stack_that_a_fusion_slices_only_the_slice_is_read():
     found = run(*lines, signature=signature, computations=computations)
     assert micro(found.step_seconds)[0] == pytest.approx(2, abs=1e-4)  # 1.2 MB read, 1.2 MB written
     assert found.memory_share == 1
+
+
+def test_what_a_nested_fusion_only_renames_is_read_where_it_is_used():
+    """A decode step without stacks has its weights in such fusions."""
+    computations = """%renamed (q: u8[4,1200000]) -> u8[4800000] {
+  %q = u8[4,1200000]{1,0} parameter(0)
+  ROOT %view = u8[4800000]{0} bitcast(%q)
+}
+
+%fused (q: u8[4,1200000]) -> u8[4800000] {
+  %q = u8[4,1200000]{1,0} parameter(0)
+  %inner = u8[4800000]{0} fusion(%q), kind=kLoop, calls=%renamed
+  ROOT %out = u8[4800000]{0:S(1)} negate(%inner)
+}
+"""
+    lines = (
+        "%q = u8[4,1200000]{1,0} parameter(1)",
+        "%f = u8[4800000]{0:S(1)} fusion(%q), kind=kLoop, calls=%fused",
+    )
+    found = run(*lines, computations=computations)
+    assert micro(found.step_seconds)[0] == pytest.approx(4, abs=1e-4)  # 4.8 MB read
+    assert found.spans[-1].bytes == 4_800_000
+
+
+# -- chips whose kernels have been timed -------------------------------------------------------------------------------
+
+TIMED = EFFICIENCIES["tpu-v5e"]
+LARGE = "(p: u8[90000], q: f32[1000000], r: f32[1000000]) -> f32[1000000]"
+OPERANDS = ("%q = f32[1000000]{0} parameter(1)", "%r = f32[1000000]{0} parameter(2)")
+
+
+def v5e(*lines: str, **more):
+    return timeline(program(*OPERANDS, *lines, signature=LARGE, **more), "tpu-v5e", MESH)
+
+
+def cycles(microseconds: float) -> str:
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{round(1500 * microseconds)}"}}}}'
+
+
+def in_memory(read: float, written: float) -> float:
+    """Seconds in which a v5e reads and writes main memory."""
+    return (read / TIMED.read_efficiency + written / TIMED.write_efficiency) / 819e9
+
+
+def test_kernels_take_the_time_of_their_bytes_where_it_has_been_measured():
+    found = v5e(f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(100)}")
+    assert found.step_seconds == pytest.approx(TIMED.overhead_seconds + in_memory(8e6, 4e6))
+    other = timeline(program(*OPERANDS, f"%s = f32[1000000]{{0}} add(%q, %r), {lasting(100)}"), "tpu-v4", MESH)
+    assert other.step_seconds == pytest.approx(100e-6)  # Nobody has timed the kernels of a v4.
+
+
+@pytest.mark.parametrize(
+    ("line", "took"),
+    [
+        ("%s = f32[1000,1000]{0,1} transpose(%m), dimensions={1,0}", 100),
+        ("%s = f32[1000,1000]{0,1} copy(%m)", 100),
+        ("%s = f32[1000000]{0} add(%q, %r)", 5),  # The estimate is below what such a kernel takes.
+    ],
+)
+def test_other_instructions_take_the_compilers_cycles(line, took):
+    given = "%m = f32[1000,1000]{1,0} parameter(3)"
+    assert v5e(given, f"{line}, {cycles(took)}").step_seconds == pytest.approx(took * 1e-6)
+
+
+@pytest.mark.parametrize(("rows", "by_cycles"), [(8, False), (1024, True)])
+def test_a_small_array_may_be_reordered(rows, by_cycles):
+    """A product that reorders its few rows is a product; one that reorders as much as it reads is not timed."""
+    computations = f"""%fused (x: bf16[{rows},1024], w: bf16[1024,1024]) -> bf16[{rows},1024] {{
+  %x = bf16[{rows},1024]{{1,0}} parameter(0)
+  %w = bf16[1024,1024]{{1,0}} parameter(1)
+  %r = bf16[{rows},1024]{{0,1}} copy(%x)
+  ROOT %d = bf16[{rows},1024]{{1,0}} dot(%r, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+"""
+    lines = (
+        f"%x = bf16[{rows},1024]{{1,0}} parameter(3)",
+        "%w = bf16[1024,1024]{1,0} parameter(4)",
+        f"%f = bf16[{rows},1024]{{1,0}} fusion(%x, %w), kind=kOutput, calls=%fused, {cycles(1000)}",
+    )
+    expected = 1e-3 if by_cycles else product_seconds(rows, 1024, 1024, chip=CHIPS["tpu-v5e"])
+    assert v5e(*lines, computations=computations).step_seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("estimate", "took"), [(100, 99.23), (1.22, 0.45), (0.5, 0)])
+def test_instructions_in_on_chip_memory_take_less_than_the_compilers_cycles(estimate, took):
+    lines = "%k = f32[1000]{0:S(1)} parameter(3)", f"%s = f32[1000]{{0:S(1)}} negate(%k), {cycles(estimate)}"
+    assert v5e(*lines).step_seconds == pytest.approx(took * 1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 4096), (2048, 4096)])
+def test_products_take_the_time_of_timed_products(rows, columns):
+    lines = (
+        f"%a = bf16[{rows},4096]{{1,0}} parameter(3)",
+        f"%b = bf16[4096,{columns}]{{1,0}} parameter(4)",
+        f"%d = bf16[{rows},{columns}]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
+        f"{cycles(10_000)}",
+    )
+    expected = product_seconds(rows, 4096, columns, chip=CHIPS["tpu-v5e"])
+    assert v5e(*lines).step_seconds == pytest.approx(expected)
+
+
+def test_copies_have_only_the_memory_that_kernels_leave():
+    """A kernel bound by memory leaves nothing, and one in on-chip memory leaves all."""
+    copy = "%k = (f32[1000000]{0:S(1)}, f32[1000000]{0}, u32[]) copy-start(%q)"
+    end = "%l = f32[1000000]{0:S(1)} copy-done(%k)"
+    alone, kernel = in_memory(4e6, 0), f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(100)}"
+    overhead = TIMED.overhead_seconds
+    busy = v5e(copy, kernel, end).step_seconds
+    # The copy runs while the kernel starts, and after it.
+    assert busy == pytest.approx(in_memory(8e6, 4e6) + alone, rel=1e-6)
+    free = v5e(
+        copy, f"%s = f32[1000000]{{0:S(1)}} negate(%x), {cycles(100)}", end, "%x = f32[1000000]{0:S(1)} parameter(3)"
+    )
+    assert free.step_seconds == pytest.approx(100e-6 - TIMED.excess_seconds)
+    assert busy < 2 * alone + in_memory(4e6, 4e6) + overhead
 
 
 def test_an_asynchronous_gather_is_hidden_behind_what_stands_between():
