@@ -61,6 +61,7 @@ class Efficiency:
     depth: int
     timed: bool = False
     excess_seconds: float = 0.0
+    least_share: float = 0.0
 
     def memory_seconds(self, moved: Traffic, chip: Chip) -> float:
         """Return the seconds in which main memory reads and writes the given bytes, at the rates that kernels reach."""

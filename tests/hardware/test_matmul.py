@@ -24,7 +24,7 @@ GPUS = ("a100", "a100-40gb", "h100", "h200", "b200", "gb200")
 MEASURED = (*TPUS, *GPUS)
 CARD = Path(__file__).parents[2] / "benchmarks" / "results" / "device-h200.json"
 KERNELS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels-v5e.json"
-OF_THE_TIMELINE = ("timed", "excess_seconds")
+OF_THE_TIMELINE = ("timed", "excess_seconds", "least_share")
 IDLE = 1.95
 """The microseconds of an iteration of the timed loops that moves nothing."""
 SHAPES = [(64, 1152, 4608), (512, 4608, 1152), (2048, 18432, 256), (8, 128, 128)]

@@ -29,6 +29,8 @@ Source: openxla/xla, `Layout::kHostMemorySpace` (`layout.h`).
 """
 _REORDERING = ("copy", "transpose", "gather", "scatter", "sort", "reverse")
 """Opcodes of instructions that may move data within tiles. Nobody has published their time on a TPU."""
+_UNTIMED = ("ragged-dot", "custom-call", "reduce-window", "rng-bit-generator", "fft", "cholesky", "triangular-solve")
+"""Opcodes of further instructions whose time on a TPU nobody has published, and whose bytes do not tell it."""
 SMALL = 0.1
 """The share of the bytes that an instruction moves below which it does not matter whether they are reordered.
 
@@ -79,8 +81,9 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
       there is no schedule.
     - On a chip whose kernels have been timed (`timed` in matmul.toml), an instruction that reads or writes main memory
       takes the seconds that timed kernels take for the same product, or for the same bytes. It takes no longer than by
-      the next rule, which alone holds for instructions that reorder data. If all arrays of an instruction are in
-      on-chip memory, it takes the seconds of the next rule, less those by which estimates exceed timed instructions.
+      the next rule, which alone holds for kinds of instructions that have not been timed. If all arrays of an
+      instruction are in on-chip memory, it takes the seconds of the next rule, less those by which estimates exceed
+      timed instructions.
     - If the compiler states an estimate, an instruction takes the estimated cycles, divided by the chip's clock. Only
       the TPU compiler makes estimates.
     - A product whose estimate overflowed takes the time that is fitted to the estimates of other products
@@ -121,21 +124,27 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         seconds = max(seconds - timed.excess_seconds, products)
     elif timed and seconds:
         in_memory = timed.memory_seconds(moved, chip)
-        if not _reorders(module, instruction, SMALL * moved.bytes):
+        if _resembles_timed(module, instruction, SMALL * moved.bytes):
             found = product(module, computation, instruction)
             as_timed = timed.overhead_seconds + hypot(products / timed.matrix_efficiency, in_memory)
             if found:
                 as_timed = seconds_with_traffic(found.sizes, moved, arithmetic, chip)
-            seconds = min(seconds, as_timed)
+            # An estimate far above the time of the bytes may mean computation that the bytes do not show.
+            seconds = min(seconds, max(as_timed, timed.least_share * seconds))
         share = min(1.0, in_memory / seconds)
     return Cost(seconds, flops, int(moved.bytes), memory > products, share)
 
 
-def _reorders(module: Module, instruction: Instruction, small: float) -> bool:
-    """Return whether an instruction may reorder data within tiles, in an array of more than `small` bytes."""
+def _resembles_timed(module: Module, instruction: Instruction, small: float) -> bool:
+    """Return whether an instruction is of a kind that has been timed on a TPU.
+
+    It is not if it may reorder data within tiles, in an array of more than `small` bytes.
+    """
     if instruction.opcode == "fusion":
-        return any(_reorders(module, each, small) for each in module.computations[instruction.called[0]].instructions)
-    return instruction.opcode in _REORDERING and instruction.bytes > small
+        inner = module.computations[instruction.called[0]].instructions
+        return all(_resembles_timed(module, each, small) for each in inner)
+    reorders = instruction.opcode in _REORDERING and instruction.bytes > small
+    return not reorders and instruction.opcode not in _UNTIMED
 
 
 def runs(computation: Computation, instruction: Instruction, chip: Chip) -> bool:

@@ -712,10 +712,10 @@ def in_memory(read: float, written: float) -> float:
 
 
 def test_kernels_take_the_time_of_their_bytes_where_it_has_been_measured():
-    found = v5e(f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(100)}")
+    found = v5e(f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(40)}")
     assert found.step_seconds == pytest.approx(TIMED.overhead_seconds + in_memory(8e6, 4e6))
-    other = timeline(program(*OPERANDS, f"%s = f32[1000000]{{0}} add(%q, %r), {lasting(100)}"), "tpu-v4", MESH)
-    assert other.step_seconds == pytest.approx(100e-6)  # Nobody has timed the kernels of a v4.
+    other = timeline(program(*OPERANDS, f"%s = f32[1000000]{{0}} add(%q, %r), {lasting(40)}"), "tpu-v4", MESH)
+    assert other.step_seconds == pytest.approx(40e-6)  # Nobody has timed the kernels of a v4.
 
 
 @pytest.mark.parametrize(
@@ -723,12 +723,19 @@ def test_kernels_take_the_time_of_their_bytes_where_it_has_been_measured():
     [
         ("%s = f32[1000,1000]{0,1} transpose(%m), dimensions={1,0}", 100),
         ("%s = f32[1000,1000]{0,1} copy(%m)", 100),
+        ("%s = f32[1000,1000]{1,0} ragged-dot(%m, %m, %n)", 100),  # Its FLOPs are not known.
         ("%s = f32[1000000]{0} add(%q, %r)", 5),  # The estimate is below what such a kernel takes.
     ],
 )
 def test_other_instructions_take_the_compilers_cycles(line, took):
-    given = "%m = f32[1000,1000]{1,0} parameter(3)"
-    assert v5e(given, f"{line}, {cycles(took)}").step_seconds == pytest.approx(took * 1e-6)
+    given = "%m = f32[1000,1000]{1,0} parameter(3)", "%n = s32[4]{0} parameter(4)"
+    assert v5e(*given, f"{line}, {cycles(took)}").step_seconds == pytest.approx(took * 1e-6)
+
+
+def test_an_estimate_far_above_the_time_of_the_bytes_still_counts():
+    """It may be due to computation, such as that of random numbers; no timed kernel was so far below its estimate."""
+    found = v5e(f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(1000)}")
+    assert found.step_seconds == pytest.approx(TIMED.least_share * 1e-3)
 
 
 @pytest.mark.parametrize(("rows", "by_cycles"), [(8, False), (1024, True)])
@@ -744,9 +751,9 @@ def test_a_small_array_may_be_reordered(rows, by_cycles):
     lines = (
         f"%x = bf16[{rows},1024]{{1,0}} parameter(3)",
         "%w = bf16[1024,1024]{1,0} parameter(4)",
-        f"%f = bf16[{rows},1024]{{1,0}} fusion(%x, %w), kind=kOutput, calls=%fused, {cycles(1000)}",
+        f"%f = bf16[{rows},1024]{{1,0}} fusion(%x, %w), kind=kOutput, calls=%fused, {cycles(10)}",
     )
-    expected = 1e-3 if by_cycles else product_seconds(rows, 1024, 1024, chip=CHIPS["tpu-v5e"])
+    expected = 1e-5 if by_cycles else product_seconds(rows, 1024, 1024, chip=CHIPS["tpu-v5e"])
     assert v5e(*lines, computations=computations).step_seconds == pytest.approx(expected)
 
 
@@ -756,15 +763,15 @@ def test_instructions_in_on_chip_memory_take_less_than_the_compilers_cycles(esti
     assert v5e(*lines).step_seconds == pytest.approx(took * 1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(8, 4096), (2048, 4096)])
-def test_products_take_the_time_of_timed_products(rows, columns):
+@pytest.mark.parametrize(("rows", "estimate"), [(8, 65), (2048, 450)])
+def test_products_take_the_time_of_timed_products(rows, estimate):
     lines = (
         f"%a = bf16[{rows},4096]{{1,0}} parameter(3)",
-        f"%b = bf16[4096,{columns}]{{1,0}} parameter(4)",
-        f"%d = bf16[{rows},{columns}]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
-        f"{cycles(10_000)}",
+        "%b = bf16[4096,4096]{1,0} parameter(4)",
+        f"%d = bf16[{rows},4096]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
+        f"{cycles(estimate)}",
     )
-    expected = product_seconds(rows, 4096, columns, chip=CHIPS["tpu-v5e"])
+    expected = product_seconds(rows, 4096, 4096, chip=CHIPS["tpu-v5e"])
     assert v5e(*lines).step_seconds == pytest.approx(expected)
 
 
@@ -772,7 +779,7 @@ def test_copies_have_only_the_memory_that_kernels_leave():
     """A kernel bound by memory leaves nothing, and one in on-chip memory leaves all."""
     copy = "%k = (f32[1000000]{0:S(1)}, f32[1000000]{0}, u32[]) copy-start(%q)"
     end = "%l = f32[1000000]{0:S(1)} copy-done(%k)"
-    alone, kernel = in_memory(4e6, 0), f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(100)}"
+    alone, kernel = in_memory(4e6, 0), f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(40)}"
     overhead = TIMED.overhead_seconds
     busy = v5e(copy, kernel, end).step_seconds
     # The copy runs while the kernel starts, and after it.
