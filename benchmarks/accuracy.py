@@ -3,8 +3,8 @@
     python benchmarks/accuracy.py            # print the tables
     python benchmarks/accuracy.py --write    # and write them into the page
 
-Nothing is compiled here. docs/palm.md, docs/mfu.md, docs/gpus.md and docs/plans.md have tables that other benchmarks
-renew. This script reads the figures from these tables, so that no figure is written twice by hand.
+Nothing is compiled here. docs/palm.md, docs/mfu.md, docs/gpus.md, docs/plans.md and docs/accuracy.md have tables that
+other benchmarks renew. This script reads the figures from these tables, so that no figure is written twice by hand.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Return all rows, kind by kind."""
-    return [*_training(), *_gpus(), *_measured(), *_palm(), *_v5e(), *_llama(), *_contexts(), *_tpu7x()]
+    return [*_training(), *_gpus(), *_measured(), *_palm(), *_v5e(), *_llama(), *_one_chip(), *_contexts(), *_tpu7x()]
 
 
 def _training() -> Iterator[Row]:
@@ -109,6 +109,15 @@ def _llama() -> Iterator[Row]:
         yield Row(
             "decoding, TPU", name, "16 v5e", cells["published"], cells["`--model.no-stacked`"],
             float(cells["of published"]), "palm.md#llama-31-70b-in-int8-on-16-v5e",
+        )  # fmt: skip
+
+
+def _one_chip() -> Iterator[Row]:
+    for cells in _table("accuracy.md", "Whole steps, which were not used for the fit"):
+        kind = "prompts" if cells["step"].endswith("prompt") else "decoding"
+        yield Row(
+            f"{kind}, one {cells['chip']}", cells["step"], f"1 {cells['chip']}", cells["published"],
+            cells["predicted"], float(cells["of published"]), "accuracy.md#kernels-timed-on-a-tpu-v5e",
         )  # fmt: skip
 
 

@@ -53,6 +53,8 @@ SEARCHED = dict.fromkeys(
     ("llama-8b-train-h100", "mixtral-train-h100", "llama-8b-train-v5p"), "--remat full --microbatches 1"
 )
 """Further flags of `gspmd search`, which without these flags searches every choice of remat and of microbatches."""
+COMPILED = {"mixtral-decode": "--model.no-stacked"}
+"""Further flags of `gspmd compile`, which its report recommends: out of stacks, experts' weights are copied."""
 FOUND = "found"
 TIE = 0.001
 """The relative difference up to which two programs count as equally fast, so that plans need not rank them."""
@@ -128,6 +130,7 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
         flags = ["--layout", program["layout"], "--mesh", mesh]
         if program["lowering"]:
             flags += ["--lowering", program["lowering"]]
+        flags += shlex.split(COMPILED.get(step, ""))
         if trained:
             flags += ["--model.remat", trained[0], "--microbatches", trained[1]]
         part = kept.with_suffix(".part")
