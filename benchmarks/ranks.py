@@ -125,12 +125,13 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
     mesh = ",".join(f"{axis}={size}" for axis, size in program["mesh"].items())
     # A training step is priced in its best remat and microbatches, and compiled with them.
     trained = [program["remat"], str(program["microbatches"])] if program["remat"] else []
-    kept = folder / f"{'-'.join([step, program['name'], mesh, *trained])}.json"
+    further = shlex.split(COMPILED.get(step, ""))
+    kept = folder / f"{'-'.join([step, program['name'], mesh, *trained, *further])}.json"
     if not kept.exists():
         flags = ["--layout", program["layout"], "--mesh", mesh]
         if program["lowering"]:
             flags += ["--lowering", program["lowering"]]
-        flags += shlex.split(COMPILED.get(step, ""))
+        flags += further
         if trained:
             flags += ["--model.remat", trained[0], "--microbatches", trained[1]]
         part = kept.with_suffix(".part")

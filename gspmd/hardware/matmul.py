@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from math import hypot, prod, sqrt
+from math import prod, sqrt
 from types import MappingProxyType
 
 from gspmd.hardware.chips import Chip
@@ -59,14 +59,21 @@ class Efficiency:
     rows: int
     lanes: int
     depth: int
+    power: float = 2.0
     timed: bool = False
     excess_seconds: float = 0.0
+    least_seconds: float = 0.0
     least_share: float = 0.0
 
     def memory_seconds(self, moved: Traffic, chip: Chip) -> float:
         """Return the seconds in which main memory reads and writes the given bytes, at the rates that kernels reach."""
         streamed = (moved.read + moved.accumulated) / self.read_efficiency
         return (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
+
+    def together(self, *parts: float) -> float:
+        """Return the seconds of parts of a kernel that overlap for most of the time."""
+        longest = max(parts)
+        return longest * sum((part / longest) ** self.power for part in parts) ** (1 / self.power) if longest else 0.0
 
     def seconds(
         self, sizes: tuple[int, int, int, int], moved: Traffic, arithmetic: str, chip: Chip, accumulate: bool
@@ -80,7 +87,7 @@ class Efficiency:
         matrix = flops / (chip.flops(arithmetic) * self.matrix_efficiency)
         load = batch * contracted * (left + right) / self.load_rate
         drain = batch * left * right / (self.accumulate_rate if accumulate else self.drain_rate)
-        together = hypot(matrix, load, drain, self.memory_seconds(moved, chip))
+        together = self.together(matrix, load, drain, self.memory_seconds(moved, chip))
         # The compiler pipelines a product over n windows. The first read and the last write overlap with nothing, and
         # take `together` / n; the start of each window takes additional time. The best n makes the sum, together / n +
         # n * start, equal to 2 sqrt(together * start).
@@ -134,11 +141,12 @@ def product_seconds(
 
     On a chip in matmul.toml:
 
-        overhead + t + 2 sqrt(t * window),  t = sqrt(matrix^2 + load^2 + drain^2 + memory^2)
+        overhead + t + 2 sqrt(t * window),  t = (matrix^p + load^p + drain^p + memory^p)^(1/p)
 
     The terms of t are seconds at fitted rates: `matrix` to multiply, with every dimension padded to whole tiles; `load`
     to feed both operands to the matrix unit; `drain` to take the result out; `memory` to read and write main memory.
-    These times overlap in part, so t lies between the longest time and the sum of all four. `overhead` is the time to
+    These times overlap in part, so t lies between the longest time and the sum of all four; p is 2, except where timed
+    products show that they overlap more. `overhead` is the time to
     start the product, which is longer if the product reads main memory. The last term is the time to fill and drain the
     product's pipeline. The formula is symmetric in left and right.
 
@@ -169,8 +177,8 @@ def product_seconds(
         >>> chunks > 2 * whole
         True
 
-    Source: for the TPU v5e, products that others timed (benchmarks/tpu.py fits them), with a median error of 3% and a
-    90th percentile of 13% for products left out of the fit. For other TPUs, cycles that the compiler estimates for
+    Source: for the TPU v5e, products that others timed (benchmarks/tpu.py fits them), with a median error of 2% and a
+    90th percentile of 7% for products left out of the fit. For other TPUs, cycles that the compiler estimates for
     products compiled offline (benchmarks/thin.py computes them again). For some 280 products per chip the median error
     is 5 to 7%, and the 90th percentile 15 to 25%. For GPUs, 51 products timed on an H200 (benchmarks/gpu.py fits them),
     with a median error of 5% and a 90th percentile of 12%; matmul.toml states the assumptions for other GPUs.
@@ -239,8 +247,8 @@ def local_einsum_seconds(
         ...     sizes = {"B": size, "E": 8192, "F": 8192}
         ...     seconds = [local_einsum_seconds(sizes, arrays, "bfloat16", chip(name)) for name in ("h200", "tpu-v5e")]
         ...     print(", ".join(f"{1e6 * each:.0f} µs" for each in seconds))
-        35 µs, 225 µs
-        1510 µs, 5684 µs
+        35 µs, 178 µs
+        1510 µs, 5947 µs
     """
     *given, made = (set(dims) for dims, _ in operands)
     *read, written = (width * prod(sizes[dim] for dim in dims) for dims, width in operands)

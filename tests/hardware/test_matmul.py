@@ -24,7 +24,7 @@ GPUS = ("a100", "a100-40gb", "h100", "h200", "b200", "gb200")
 MEASURED = (*TPUS, *GPUS)
 CARD = Path(__file__).parents[2] / "benchmarks" / "results" / "device-h200.json"
 KERNELS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels-v5e.json"
-OF_THE_TIMELINE = ("timed", "excess_seconds", "least_share")
+OF_THE_TIMELINE = ("timed", "excess_seconds", "least_seconds", "least_share")
 IDLE = 1.95
 """The microseconds of an iteration of the timed loops that moves nothing."""
 SHAPES = [(64, 1152, 4608), (512, 4608, 1152), (2048, 18432, 256), (8, 128, 128)]
@@ -173,7 +173,7 @@ def test_products_timed_on_a_card():
     assert statistics.quantiles(off, n=10)[-1] < 0.14
 
 
-@pytest.mark.parametrize(("part", "count", "half", "most"), [("fit", 52, 0.05, 0.12), ("check", 37, 0.04, 0.14)])
+@pytest.mark.parametrize(("part", "count", "half", "most"), [("fit", 52, 0.04, 0.11), ("check", 37, 0.03, 0.1)])
 def test_products_timed_on_a_tpu(part, count, half, most):
     """The median error of the products, also of those left out of the fit, and of nine in ten (benchmarks/tpu.py)."""
     off = []

@@ -4,7 +4,11 @@ from dataclasses import dataclass
 
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.simulation.links import FROM_HOST, TO_HOST, Link
-from gspmd.audit.simulation.roofline import HOST, traffic
+from gspmd.audit.simulation.roofline import HOST, in_memory, traffic
+from gspmd.hardware.matmul import Traffic
+
+
+_NOTHING = Traffic(0, 0)
 
 
 @dataclass(frozen=True)
@@ -15,10 +19,12 @@ class Copy:
         bytes: bytes that are moved. For a slice, they are the bytes of the slice. For an update of a slice in place,
             they are the bytes of the update.
         direction: `TO_HOST` or `FROM_HOST`; None if both memories belong to the device.
+        moved: the bytes that are read from and written to main memory, of a copy without a direction.
     """
 
     bytes: int
     direction: Link | None
+    moved: Traffic = _NOTHING
 
 
 def started_copy(module: Module, computation: Computation, instruction: Instruction) -> Copy:
@@ -39,11 +45,15 @@ def started_copy(module: Module, computation: Computation, instruction: Instruct
         if wrapped.direction:
             return wrapped
         if instruction.opcode == "async-start":
-            moved = (traffic(module, inner, each) for each in inner.instructions if each.opcode != "parameter")
-            return Copy(int(sum(each.bytes for each in moved)), None)
+            moved = [traffic(module, inner, each) for each in inner.instructions if each.opcode != "parameter"]
+            whole = Traffic(sum(each.read for each in moved), sum(each.written for each in moved))
+            return Copy(int(whole.bytes), None, whole)
     users = (each for each in computation.instructions if each.operands[:1] == (instruction.name,))
     done = next((each for each in users if each.opcode.endswith("-done")), None)
-    return _copy(computation, instruction, done) if done else Copy(instruction.arrays[0].bytes, None)
+    if done:
+        return _copy(computation, instruction, done)
+    size = instruction.arrays[0].bytes
+    return Copy(size, None, Traffic(size, 0))
 
 
 def _copy(computation: Computation, begun: Instruction, done: Instruction) -> Copy:
@@ -52,7 +62,9 @@ def _copy(computation: Computation, begun: Instruction, done: Instruction) -> Co
     source = computation.by_name[begun.operands[1 if updates else 0]] if begun.operands else done
     from_host, to_host = HOST in source.type, HOST in done.type
     direction = None if from_host == to_host else TO_HOST if to_host else FROM_HOST
-    return Copy(source.bytes if updates else done.bytes, direction)
+    size = source.bytes if updates else done.bytes
+    read, written = (size if in_memory(array) else 0 for array in (source, done))
+    return Copy(size, direction, Traffic(read, written))
 
 
 def touches_host(computation: Computation, instruction: Instruction) -> bool:

@@ -150,15 +150,15 @@ class Interpreter:
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
         """Start a copy or a slice between memories, and return the number of the transfer.
 
-        The transfer runs at the bandwidth of main memory (on a chip whose kernels have been timed, at the bandwidth at
-        which they read it), or of the link to the host if one end is host memory.
+        The transfer runs at the bandwidth of main memory, on a chip whose kernels have been timed at the bandwidth that
+        they reach, or at the bandwidth of the link to the host if one end is host memory.
         """
         copy = started_copy(self.module, computation, instruction)
         if not copy.direction:
             span = self._span(computation, instruction, "copy", ("memory",), copy.bytes)
             timed = timed_kernels(self.chip)
-            bandwidth = self.chip.hbm_bandwidth * (timed.read_efficiency if timed else 1.0)
-            return self.machine.start(span, Transfer(copy.bytes / bandwidth, 0.0, frozenset({MEMORY})))
+            busy = timed.memory_seconds(copy.moved, self.chip) if timed else copy.bytes / self.chip.hbm_bandwidth
+            return self.machine.start(span, Transfer(busy, 0.0, frozenset({MEMORY})))
         if not self.chip.host_bandwidth:
             self.notes.append(
                 f"the bandwidth between {self.chip.name} and its host is not known; copies between them run at the "

@@ -109,7 +109,6 @@ class Machine:
     started: int = 0
     ahead: float = 0.0
     least: float = 0.0
-    _taken: float = 0.0  # the share of main memory's bandwidth that the running computation takes
 
     def copy(self) -> "Machine":
         """Return an independent copy of the state, from which a branch of a conditional can be simulated."""
@@ -144,10 +143,9 @@ class Machine:
             return
         self.record(replace(span, start=self.now))
         self.sums["memory"] += span.seconds if memory_bound else 0.0
-        left, self._taken = span.seconds, memory_share
+        left = span.seconds
         while left > 0:
-            left -= self._advance(left)
-        self._taken = 0.0
+            left -= self._advance(left, memory_share=memory_share)
 
     def start(self, span: Span, transfer: Transfer) -> int:
         """Start a transfer, and return the number that identifies this transfer in a call of `wait`."""
@@ -216,15 +214,16 @@ class Machine:
             self.sums[key] += more * (self.sums[key] - sums[key])
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]
 
-    def _advance(self, most: float, waited: _InFlight | None = None) -> float:
+    def _advance(self, most: float, waited: _InFlight | None = None, memory_share: float = 0.0) -> float:
         """Let time pass until some transfer changes its state, and return the seconds that passed.
 
         Args:
             most: the maximum number of seconds.
             waited: the transfer for which the device waits, or None if the device computes.
+            memory_share: the share of main memory's bandwidth that the computation takes.
         """
         hides = any(not transfer.is_copy for transfer in self.in_flight.values())
-        sharing = {number: self._sharing(transfer) for number, transfer in self.in_flight.items()}
+        sharing = {number: self._sharing(transfer, memory_share) for number, transfer in self.in_flight.items()}
         ends = [each.busy * sharing[n] if each.busy else each.latency for n, each in self.in_flight.items()]
         passed = min([most, *ends])
         for (number, transfer), end in zip(self.in_flight.items(), ends):
@@ -243,14 +242,14 @@ class Machine:
         self._finish_transfers()
         return passed
 
-    def _sharing(self, transfer: _InFlight) -> float:
+    def _sharing(self, transfer: _InFlight, memory_share: float) -> float:
         """Return the factor by which a transfer takes longer than alone.
 
-        This is the number of transfers on the most contended of its links. It grows for a copy in main memory while the
-        computation uses this memory, too, and is infinite if nothing is left for the copy.
+        This is the number of transfers on the most contended of its links. A copy from or to main memory has only what
+        the computation leaves of its bandwidth; the factor is infinite if nothing is left.
         """
         busy = [other.links for other in self.in_flight.values() if other.busy]
-        left = 1.0 - self._taken if MEMORY in transfer.links else 1.0
+        left = 1.0 - memory_share if MEMORY in transfer.links else 1.0
         together = max((sum(link in links for links in busy) for link in transfer.links), default=1)
         return together / left if left else inf
 

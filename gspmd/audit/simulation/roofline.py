@@ -6,13 +6,13 @@ The two limits of the roofline are the rate of the matrix unit and the bandwidth
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import hypot
+from typing import NamedTuple
 
 from gspmd.audit.hlo.bundles import least_seconds
 from gspmd.audit.hlo.flops import ATTENTION, product, product_flops
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.hardware.chips import Chip
-from gspmd.hardware.matmul import Traffic, kernel_seconds, seconds_with_traffic, timed_kernels
+from gspmd.hardware.matmul import Efficiency, Traffic, kernel_seconds, seconds_with_traffic, timed_kernels
 
 FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id"),
@@ -27,12 +27,12 @@ HOST = "S(5)"
 
 Source: openxla/xla, `Layout::kHostMemorySpace` (`layout.h`).
 """
-_REORDERING = ("copy", "transpose", "gather", "scatter", "sort", "reverse")
+_REORDERING = ("copy", "transpose", "reshape", "concatenate", "pad", "gather", "scatter", "sort", "reverse")
 """Opcodes of instructions that may move data within tiles. Nobody has published their time on a TPU."""
 _UNTIMED = ("ragged-dot", "custom-call", "reduce-window", "rng-bit-generator", "fft", "cholesky", "triangular-solve")
 """Opcodes of further instructions whose time on a TPU nobody has published, and whose bytes do not tell it."""
 SMALL = 0.1
-"""The share of the bytes that an instruction moves below which it does not matter whether they are reordered.
+"""The share of an instruction's bytes below which it does not matter where they are, and whether they are reordered.
 
 For example, a product of few rows may reorder these rows, while it reads the weights as they are.
 """
@@ -58,9 +58,8 @@ class Cost:
         bytes: bytes read from and written to main memory.
         memory_bound: whether the bytes at the chip's peak memory bandwidth take longer than the matrix products at the
             chip's peak FLOP/s.
-        memory_share: the share of main memory's time that the execution needs, so that transfers from memory that run
-            beside it have only the rest. It is 0 on a chip whose kernels have not been timed: the cycles that compilers
-            estimate leave enough time for both.
+        memory_share: the share of main memory's time that the execution needs, so that copies that run beside it have
+            only the rest. It is 0 on a chip whose kernels have not been timed, where this is not modelled.
     """
 
     seconds: float
@@ -80,10 +79,9 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
     - A Pallas kernel whose work the program states takes the seconds of the kernel's schedule, or a lower bound if
       there is no schedule.
     - On a chip whose kernels have been timed (`timed` in matmul.toml), an instruction that reads or writes main memory
-      takes the seconds that timed kernels take for the same product, or for the same bytes. It takes no longer than by
-      the next rule, which alone holds for kinds of instructions that have not been timed. If all arrays of an
-      instruction are in on-chip memory, it takes the seconds of the next rule, less those by which estimates exceed
-      timed instructions.
+      takes the seconds that timed kernels take for the same FLOPs and bytes. It takes no longer than by the next rule,
+      which alone holds for kinds of instructions that have not been timed. If almost all bytes of an instruction are in
+      on-chip memory, it takes the seconds of the next rule, less those by which estimates exceed timed instructions.
     - If the compiler states an estimate, an instruction takes the estimated cycles, divided by the chip's clock. Only
       the TPU compiler makes estimates.
     - A product whose estimate overflowed takes the time that is fitted to the estimates of other products
@@ -112,27 +110,48 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         schedule = module.kernels.get(instruction.name)
         seconds = schedule.seconds(work, chip) if schedule else least_seconds(work, chip)
         bound = work.bytes / chip.hbm_bandwidth > work.flops / chip.flops("bfloat16")
-        return Cost(seconds, work.flops, work.bytes, bound)
+        return Cost(seconds, work.flops, work.bytes, bound, _memory_share(Traffic(work.bytes, 0), seconds, chip))
     flops, moved = product_flops(module, computation, instruction), traffic(module, computation, instruction)
     arithmetic = _arithmetic(module, computation, instruction, chip)
     products, memory = flops / chip.flops(arithmetic), moved.bytes / chip.hbm_bandwidth
     seconds = instruction.cycles / chip.clock or max(products, memory)
     if instruction.cycles_overflowed and (found := product(module, computation, instruction)):
         seconds = seconds_with_traffic(found.sizes, moved, arithmetic, chip)
-    share, timed = 0.0, timed_kernels(chip)
-    if timed and seconds and not moved.bytes:
-        seconds = max(seconds - timed.excess_seconds, products)
-    elif timed and seconds:
-        in_memory = timed.memory_seconds(moved, chip)
-        if _resembles_timed(module, instruction, SMALL * moved.bytes):
-            found = product(module, computation, instruction)
-            as_timed = timed.overhead_seconds + hypot(products / timed.matrix_efficiency, in_memory)
-            if found:
-                as_timed = seconds_with_traffic(found.sizes, moved, arithmetic, chip)
-            # An estimate far above the time of the bytes may mean computation that the bytes do not show.
-            seconds = min(seconds, max(as_timed, timed.least_share * seconds))
-        share = min(1.0, in_memory / seconds)
-    return Cost(seconds, flops, int(moved.bytes), memory > products, share)
+    if timed := timed_kernels(chip):
+        seconds = _as_timed(module, computation, instruction, Cost(seconds, flops), moved, arithmetic, chip, timed)
+    return Cost(seconds, flops, int(moved.bytes), memory > products, _memory_share(moved, seconds, chip))
+
+
+def _memory_share(moved: Traffic, seconds: float, chip: Chip) -> float:
+    """Return the share of main memory's time that an execution needs; 0 if the kernels of the chip are not timed."""
+    timed = timed_kernels(chip)
+    return min(1.0, timed.memory_seconds(moved, chip) / seconds) if timed and seconds else 0.0
+
+
+def _as_timed(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    estimated: Cost,
+    moved: Traffic,
+    arithmetic: str,
+    chip: Chip,
+    timed: Efficiency,
+) -> float:
+    """Return the seconds of an instruction, given its `estimated` cost, on a TPU whose kernels have been timed."""
+    products = estimated.flops / (chip.flops(arithmetic) * timed.matrix_efficiency)
+    in_memory, seconds = timed.memory_seconds(moved, chip), estimated.seconds
+    if moved.bytes < SMALL * _bytes_on_chip(module, computation, instruction):
+        # The fastest timed instruction bounds what is left of the smallest estimates.
+        return max(seconds - timed.excess_seconds, products, in_memory, min(seconds, timed.least_seconds))
+    if not _resembles_timed(module, instruction, SMALL * moved.bytes):
+        return max(seconds, in_memory)
+    found = timed.overhead_seconds + timed.together(products, in_memory)
+    if not instruction.cycles:
+        return found
+    # An estimate far above the time of the bytes may mean computation that the bytes do not show. Estimates of timed
+    # kernels were never too low, so an estimate below the time of the bytes means that an array is not read as a whole.
+    return min(seconds, max(found, timed.least_share * seconds))
 
 
 def _resembles_timed(module: Module, instruction: Instruction, small: float) -> bool:
@@ -208,17 +227,42 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     memory (`HOST`) is counted as if it were in main memory. The resulting time is then a lower bound, because the link
     to the host is slower.
     """
+    every = list(_accesses(module, computation, instruction))
+    read, written = (
+        sum(each.bytes for each in every if each.in_memory and each.writes is way) for way in (False, True)
+    )
+    return Traffic(read, written)
+
+
+class _Access(NamedTuple):
+    """The bytes of one array that an instruction reads or writes, and whether the array is in main memory."""
+
+    bytes: int
+    writes: bool
+    in_memory: bool
+
+
+def _accesses(module: Module, computation: Computation, instruction: Instruction) -> Iterator[_Access]:
     inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
-    read = 0
     for number, name in enumerate(instruction.operands):
         source = computation.by_name[name]
-        if all(_in_memory(source)):
-            read += _read(module, inner, number) if inner else _taken(instruction, number, source)
+        taken = _read(module, inner, number) if inner else _taken(instruction, number, source)
+        yield _Access(taken, False, in_memory(source))
     written = list(_written(inner, inner.root)) if inner else [_made(computation, instruction)]
     placed = list(_in_memory(instruction))
     if len(written) != len(placed):
         written, placed = [sum(written)], [all(placed)]
-    return Traffic(read, sum(size for size, there in zip(written, placed) if there))
+    yield from (_Access(size, True, there) for size, there in zip(written, placed))
+
+
+def _bytes_on_chip(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Return the bytes that an instruction reads from and writes to on-chip memory."""
+    return sum(each.bytes for each in _accesses(module, computation, instruction) if not each.in_memory)
+
+
+def in_memory(instruction: Instruction) -> bool:
+    """Return whether all arrays of an instruction's result are outside of on-chip memory."""
+    return all(_in_memory(instruction))
 
 
 def _in_memory(instruction: Instruction) -> Iterator[bool]:
@@ -277,18 +321,26 @@ def _used(module: Module, inner: Computation, value: Instruction) -> int:
         if read and user.opcode == "fusion":
             nested = module.computations[user.called[0]]
             total += sum(_read(module, nested, number) for number in read)
-            if _renamed(nested) in {nested.parameters[number] for number in read}:
+            if _renamed(module, nested) in [nested.parameters[number] for number in read]:
                 total += _used(module, inner, user)  # The nested fusion only renames it.
         elif read:
             total += max(_taken(user, number, value) for number in read)
     return total
 
 
-def _renamed(nested: Computation) -> Instruction:
-    """Return the value that a fusion returns, before the bitcasts that only rename it."""
+def _renamed(module: Module, nested: Computation) -> Instruction:
+    """Return the value that a fusion returns, before the bitcasts and fusions that only rename it."""
     root = nested.root
-    while root.opcode == "bitcast":
-        root = nested.by_name[root.operands[0]]
+    while root.opcode in ("bitcast", "fusion"):
+        number = 0
+        if root.opcode == "fusion":
+            inner = module.computations[root.called[0]]
+            source = _renamed(module, inner)
+            renamed = [n for n, parameter in inner.parameters.items() if parameter is source]
+            if not renamed:
+                return root
+            (number,) = renamed
+        root = nested.by_name[root.operands[number]]
     return root
 
 

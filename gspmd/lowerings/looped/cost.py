@@ -76,10 +76,15 @@ class Costs:
         looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
         return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
 
+    @property
+    def _copying(self) -> float:
+        """Bytes/s at which copies are counted; on TPUs the full bandwidth, since their passes are fitted to it."""
+        return self.chip.stream_bandwidth if self.chip.is_switch else self.chip.hbm_bandwidth
+
     def _cut_up(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> float:
         """Return the seconds of cutting a chunk into parts and adding the parts that arrive."""
         whole = prod(shard.values()) * itemsize(self._wire(span)) * prod(self.mesh[axis] for axis in ring.within)
-        return CUT_COPIES * whole / self.chip.stream_bandwidth if ring.within else 0.0
+        return CUT_COPIES * whole / self._copying if ring.within else 0.0
 
     def _ring(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
         shard = local_shape(span.shard, self.sizes, self.mesh)
@@ -113,7 +118,7 @@ class Costs:
                     sizes = local_shape(spec, self.sizes, self.mesh)
                     sizes |= {dim: size for dim, size in (stripe or {}).items() if dim in sizes}
                     whole += prod(sizes.values())
-        return REORDERED_PASSES * whole / self.chip.stream_bandwidth
+        return REORDERED_PASSES * whole / self._copying
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
         """Return the transfers within a chunk, one for each axis, from minor to major.
@@ -211,7 +216,7 @@ class Costs:
         Parts are joined more slowly along the last dimension, which fills the lanes.
         """
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
-        return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.stream_bandwidth
+        return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self._copying
 
     def _added(self, span: CollectiveSpan, ring: Ring) -> float:
         """Return the seconds of adding the sums that arrive along several axes.
@@ -221,7 +226,7 @@ class Costs:
         if len(ring.axes) < 2:
             return 0.0
         whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
-        return whole * 4 * itemsize("float32") / self.chip.stream_bandwidth
+        return whole * 4 * itemsize("float32") / self._copying
 
     def product(self, found: Product, chunk: Mapping[str, int]) -> float:
         """Return the seconds of one product whose dimensions have the sizes given in `chunk`.
@@ -263,7 +268,7 @@ class Costs:
             read_bytes=read if self.chip.is_switch else 0,
             accumulator_bytes=0 if stays else None,
         )
-        return multiplying if self.chip.is_switch else max(multiplying, read / self.chip.stream_bandwidth)
+        return multiplying if self.chip.is_switch else max(multiplying, read / self._copying)
 
     def links(self, walks: Sequence[Sent]) -> float:
         """Return the seconds of transfers that run together.
