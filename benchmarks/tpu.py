@@ -241,7 +241,8 @@ def simulated(each: Kernel, card: Chip) -> tuple[float, float]:
 
     stacks = [jax.ShapeDtypeStruct((count, *shape), BF16) for shape in each.shapes]
     report = compile_offline(loop, *stacks, topology=machine, mesh={"x": machine.num_devices})
-    assert report.module and report.timeline, report.reason
+    assert report.module, report.reason
+    assert report.timeline, report.reason
     by_cycles = timeline(report.module, replace(card, name="by cycles"), report.mesh)
     (first, second) = (
         next(span.seconds for span in line.spans if span.category == "loop") for line in (by_cycles, report.timeline)

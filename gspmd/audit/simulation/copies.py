@@ -7,7 +7,6 @@ from gspmd.audit.simulation.links import FROM_HOST, TO_HOST, Link
 from gspmd.audit.simulation.roofline import HOST, in_memory, traffic
 from gspmd.hardware.matmul import Traffic
 
-
 _NOTHING = Traffic(0, 0)
 
 

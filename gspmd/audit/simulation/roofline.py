@@ -27,9 +27,9 @@ HOST = "S(5)"
 
 Source: openxla/xla, `Layout::kHostMemorySpace` (`layout.h`).
 """
-_REORDERING = ("copy", "transpose", "reshape", "concatenate", "pad", "gather", "scatter", "sort", "reverse")
+_REORDERING = ("copy", "transpose", "concatenate", "pad", "gather", "scatter", "sort", "reverse")
 """Opcodes of instructions that may move data within tiles. Nobody has published their time on a TPU."""
-_UNTIMED = ("ragged-dot", "custom-call", "reduce-window", "rng-bit-generator", "fft", "cholesky", "triangular-solve")
+_UNTIMED = ("ragged-dot", "custom-call", "rng-bit-generator", "fft", "cholesky", "triangular-solve")
 """Opcodes of further instructions whose time on a TPU nobody has published, and whose bytes do not tell it."""
 SMALL = 0.1
 """The share of an instruction's bytes below which it does not matter where they are, and whether they are reordered.
@@ -144,7 +144,8 @@ def _as_timed(
     if moved.bytes < SMALL * _bytes_on_chip(module, computation, instruction):
         # The fastest timed instruction bounds what is left of the smallest estimates.
         return max(seconds - timed.excess_seconds, products, in_memory, min(seconds, timed.least_seconds))
-    if not _resembles_timed(module, instruction, SMALL * moved.bytes):
+    # A fusion reshapes without moving data; what is left of a reshape by itself reorders it.
+    if instruction.opcode == "reshape" or not _resembles_timed(module, instruction, SMALL * moved.bytes):
         return max(seconds, in_memory)
     found = timed.overhead_seconds + timed.together(products, in_memory)
     if not instruction.cycles:

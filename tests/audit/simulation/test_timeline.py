@@ -736,6 +736,7 @@ def test_kernels_take_the_time_of_their_bytes_where_it_has_been_measured():
     [
         ("%s = f32[1000,1000]{0,1} transpose(%m), dimensions={1,0}", 100),
         ("%s = f32[1000,1000]{0,1} copy(%m)", 100),
+        ("%s = f32[1000,1000]{1,0} reshape(%q)", 100),
         ("%s = f32[1000,1128]{1,0} pad(%m, %i), padding=0_0x0_128", 100),
         ("%s = f32[1000,1000]{1,0} ragged-dot(%m, %m, %n)", 100),  # Its FLOPs are not known.
         ("%s = f32[1000000]{0} add(%q, %r)", 5),  # The estimate is below what such a kernel takes.
