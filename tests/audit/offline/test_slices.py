@@ -293,7 +293,7 @@ ENTRY %e (p: f32[1024]) -> f32[1024] {
   %recv = (f32[1024]{0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="a_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
   %send = (f32[1024]{0}, u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="a_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
   %sd = token[] send-done(%send), channel_id=2, is_host_transfer=true
-  %n = f32[1024]{0} negate(%p), backend_config={"window_config":{"estimated_cycles":"1500000"}}
+  %n = f32[1024]{0} sort(%p), dimensions={0}, backend_config={"window_config":{"estimated_cycles":"1500000"}}
   %rd = (f32[1024]{0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
   %r = f32[1024]{0} get-tuple-element(%rd), index=0
   ROOT %s = f32[1024]{0} add(%r, %n)
