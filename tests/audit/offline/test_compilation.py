@@ -98,7 +98,8 @@ def test_what_a_step_keeps_on_the_host_is_what_is_predicted():
     moved = [part for part in reports[True].timeline.parts if part.axes == ("host memory",)]
     assert sum(part.count for part in moved) == 2 * 4
     link = reports[True].topology.chip.host_bandwidth
-    assert sum(part.seconds for part in moved) >= 2 * inputs / link
+    rounding = 1e-15  # of seconds that are differences of times
+    assert sum(part.seconds for part in moved) >= 2 * inputs / link - rounding
 
 
 def test_what_fits_is_reported_with_its_ledger_and_its_timeline(report):
