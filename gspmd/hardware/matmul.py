@@ -146,9 +146,9 @@ def product_seconds(
     The terms of t are seconds at fitted rates: `matrix` to multiply, with every dimension padded to whole tiles; `load`
     to feed both operands to the matrix unit; `drain` to take the result out; `memory` to read and write main memory.
     These times overlap in part, so t lies between the longest time and the sum of all four; p is 2, except where timed
-    products show that they overlap more. `overhead` is the time to
-    start the product, which is longer if the product reads main memory. The last term is the time to fill and drain the
-    product's pipeline. The formula is symmetric in left and right.
+    products show that they overlap more. `overhead` is the time to start the product, which is longer if the product
+    reads main memory. The last term is the time to fill and drain the product's pipeline. The formula is symmetric in
+    left and right.
 
     On any other chip, the prediction is the roofline, `gspmd.hardware.links.einsum_seconds`, plus `FALLBACK_OVERHEAD`.
 

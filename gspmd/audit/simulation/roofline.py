@@ -31,7 +31,7 @@ _REORDERING = ("copy", "transpose", "concatenate", "pad", "gather", "scatter", "
 """Opcodes of instructions that may move data within tiles. Nobody has published their time on a TPU."""
 _UNTIMED = ("ragged-dot", "custom-call", "rng-bit-generator", "fft", "cholesky", "triangular-solve")
 """Opcodes of further instructions whose time on a TPU nobody has published, and whose bytes do not tell it."""
-SMALL = 0.1
+_SMALL = 0.1
 """The share of an instruction's bytes below which it does not matter where they are, and whether they are reordered.
 
 For example, a product of few rows may reorder these rows, while it reads the weights as they are.
@@ -140,14 +140,14 @@ def _as_timed(
 ) -> float:
     """Return the seconds of an instruction, given its `estimated` cost, on a TPU whose kernels have been timed."""
     products = estimated.flops / (chip.flops(arithmetic) * timed.matrix_efficiency)
-    in_memory, seconds = timed.memory_seconds(moved, chip), estimated.seconds
-    if moved.bytes < SMALL * _bytes_on_chip(module, computation, instruction):
+    memory, seconds = timed.memory_seconds(moved, chip), estimated.seconds
+    if moved.bytes < _SMALL * _bytes_on_chip(module, computation, instruction):
         # The fastest timed instruction bounds what is left of the smallest estimates.
-        return max(seconds - timed.excess_seconds, products, in_memory, min(seconds, timed.least_seconds))
+        return max(seconds - timed.excess_seconds, products, memory, min(seconds, timed.least_seconds))
     # A fusion reshapes without moving data; what is left of a reshape by itself reorders it.
-    if instruction.opcode == "reshape" or not _resembles_timed(module, instruction, SMALL * moved.bytes):
-        return max(seconds, in_memory)
-    found = timed.overhead_seconds + timed.together(products, in_memory)
+    if instruction.opcode == "reshape" or not _resembles_timed(module, instruction, _SMALL * moved.bytes):
+        return max(seconds, memory)
+    found = timed.overhead_seconds + timed.together(products, memory)
     if not instruction.cycles:
         return found
     # An estimate far above the time of the bytes may mean computation that the bytes do not show. Estimates of timed
