@@ -117,7 +117,7 @@ def _one_chip() -> Iterator[Row]:
         kind = "prompts" if cells["step"].endswith("prompt") else "decoding"
         yield Row(
             f"{kind}, one {cells['chip']}", cells["step"], f"1 {cells['chip']}", cells["published"],
-            cells["predicted"], float(cells["of published"]), "accuracy.md#kernels-timed-on-a-tpu-v5e",
+            cells["predicted"], float(cells["of published"]), "accuracy.md#kernels-timed-on-a-tpu",
         )  # fmt: skip
 
 

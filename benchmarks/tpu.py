@@ -1,9 +1,10 @@
-"""Fit the model of a TPU v5e to kernels that others timed on one, and compare compiled kernels with them.
+"""Fit the model of a TPU to kernels that others timed on one, and compare compiled kernels with them.
 
     python benchmarks/tpu.py                            # constants for matmul.toml and chips.toml
+    python benchmarks/tpu.py --chip tpu-v6e             # the same for a v6e
     python benchmarks/tpu.py --write docs/accuracy.md   # compile the kernels offline, and write the table; 8 minutes
 
-benchmarks/results/kernels-v5e.json has the measurements and their source. Each kernel was timed in a loop over arrays
+benchmarks/results/kernels-v5e.json and kernels-v6e.json have the measurements and their source. Each kernel was timed in a loop over arrays
 that together are too large for on-chip memory: an iteration reads its operands from stacks, and writes its result into
 a stack. The part `fit` gives the constants. The part `check` has products and other kernels of a step of Llama 3 8B,
 which are left out of the fit. For the table the same loops are compiled, and their iterations simulated twice: by the
@@ -31,17 +32,16 @@ from scipy.optimize import least_squares
 from gspmd.audit import compile_offline, topology
 from gspmd.audit.simulation.simulator import timeline
 from gspmd.hardware.chips import Chip, chip
-from gspmd.hardware.matmul import Efficiency, Traffic
+from gspmd.hardware.matmul import EFFICIENCIES, Efficiency, Traffic
 
-RESULTS = Path(__file__).parent / "results" / "kernels-v5e.json"
-CARD, SLICE = "tpu-v5e", "tpu-v5e:2x2"
+RESULTS = Path(__file__).parent / "results"
 TOGETHER = 2**29
 """The bytes of all arrays over which a loop runs, as in the measurement."""
 LENGTHS = 10, 100
 CHAINS = "chains of 10 and of 100 products with tanh, in on-chip memory"
 LARGE = 2**26
 """The least bytes of each array of a kernel whose bandwidth counts."""
-MARKS = "<!-- kernels: python benchmarks/tpu.py --write -->", "<!-- end of kernels -->"
+MARKS = "<!-- kernels: python benchmarks/tpu.py --chip {} --write -->", "<!-- end of kernels of {} -->"
 ROWS, EMBED, FEED_FORWARD, HEADS = 2048, 4096, 14336, 32  # of a prompt of Llama 3 8B
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -69,9 +69,10 @@ class Kernel:
 def main() -> None:
     """Print the constants; with --write compile the kernels, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=("tpu-v5e", "tpu-v6e"), default="tpu-v5e", help="the chip of the kernels")
     parser.add_argument("--write", type=Path, help="compile the kernels, and write the table into this page")
     given = parser.parse_args()
-    results, card = json.loads(RESULTS.read_text()), chip(CARD)
+    results, card = json.loads((RESULTS / f"kernels-{given.chip.removeprefix('tpu-')}.json").read_text()), chip(given.chip)
     idle = results["microseconds of an iteration that moves nothing"] * 1e-6
     fitted = fit(results["fit"], idle, card)
     for name in ("overhead_seconds", "matrix_efficiency", "read_efficiency", "write_efficiency", "power"):
@@ -84,7 +85,7 @@ def main() -> None:
         print(f"excess_seconds = {excess_seconds(results[CHAINS], card):.2g}")
         text = "\n".join(table({**results["fit"], **results["check"]}, card))
         print(text)
-        write_between(given.write, MARKS, text)
+        write_between(given.write, tuple(mark.format(given.chip) for mark in MARKS), text)
 
 
 def kernel(name: str) -> Kernel:
@@ -142,9 +143,11 @@ STEP: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
 """Kernels of a prompt of Llama 3 8B other than products."""
 
 
-def efficiency(overhead: float, matrix: float, read: float, write: float, power: float) -> Efficiency:
-    """Return the constants of a TPU v5e, whose matrix unit has 128 x 128 cells."""
-    return Efficiency(overhead, 0.0, 0.0, matrix, read, write, inf, inf, inf, 8, 128, 128, power, timed=True)
+def efficiency(card: Chip, overhead: float, matrix: float, read: float, write: float, power: float) -> Efficiency:
+    """Return the constants of a TPU, whose tiles are those of its row in matmul.toml."""
+    row = EFFICIENCIES[card.name]
+    tile = row.rows, row.lanes, row.depth
+    return Efficiency(overhead, 0.0, 0.0, matrix, read, write, inf, inf, inf, *tile, power, timed=True)
 
 
 def errors(measured: Mapping[str, float], idle: float, card: Chip, fitted: Efficiency) -> list[float]:
@@ -165,8 +168,8 @@ def errors(measured: Mapping[str, float], idle: float, card: Chip, fitted: Effic
 def fit(measured: Mapping[str, float], idle: float, card: Chip) -> Efficiency:
     """Fit the constants to the logarithms that `errors` returns, with a loss that discounts outliers."""
     least, start, most = np.log([[1e-7, 0.5, 0.5, 0.3, 1], [1e-6, 0.9, 0.9, 0.7, 3], [1e-5, 1, 1, 1, 8]])
-    off = lambda logs: errors(measured, idle, card, efficiency(*map(exp, logs)))  # noqa: E731
-    return efficiency(*map(exp, least_squares(off, start, bounds=(least, most), loss="soft_l1", f_scale=0.1).x))
+    off = lambda logs: errors(measured, idle, card, efficiency(card, *map(exp, logs)))  # noqa: E731
+    return efficiency(card, *map(exp, least_squares(off, start, bounds=(least, most), loss="soft_l1", f_scale=0.1).x))
 
 
 def stream_efficiency(measured: Mapping[str, float], idle: float, card: Chip) -> float:
@@ -222,7 +225,7 @@ def table(measured: Mapping[str, float], card: Chip) -> Iterator[str]:
 
 def simulated(each: Kernel, card: Chip) -> tuple[float, float]:
     """Return the simulated seconds of an iteration, by the compiler's cycles and by timed kernels."""
-    machine = topology(SLICE)
+    machine = topology(f"{card.name}:2x2")
     count = max(2, min(64, ceil(TOGETHER / each.moved.bytes)))
     made = jax.eval_shape(each.run, *(jax.ShapeDtypeStruct(shape, BF16) for shape in each.shapes))
 

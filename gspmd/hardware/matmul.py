@@ -2,9 +2,9 @@
 
 Only large products come close to a chip's peak. A product that is cut into chunks has a start-up time for each chunk,
 and for each chunk it reads the whole operand that is not cut. If the contracted dimension is cut, it also reads and
-writes the accumulator for each chunk. The constants are fitted: for the TPU v5e to kernels that others timed on the
-chip (benchmarks/tpu.py), for other TPUs to the cycles that the TPU compiler estimates (benchmarks/thin.py), and for
-GPUs to products of cuBLAS that were timed on a GPU (benchmarks/gpu.py).
+writes the accumulator for each chunk. The constants are fitted: for TPU v5e and v6e to kernels that others timed on the
+chip (benchmarks/tpu.py), for TPU v4 to the cycles that the TPU compiler estimates (benchmarks/thin.py), and for GPUs to
+products of cuBLAS that were timed on a GPU (benchmarks/gpu.py). TPU v5p has the constants of the v5e.
 """
 
 import tomllib
@@ -64,6 +64,7 @@ class Efficiency:
     excess_seconds: float = 0.0
     least_seconds: float = 0.0
     least_share: float = 0.0
+    most_share: float = 1.0
 
     def memory_seconds(self, moved: Traffic, chip: Chip) -> float:
         """Return the seconds in which main memory reads and writes the given bytes, at the rates that kernels reach."""
@@ -118,7 +119,7 @@ EFFICIENCIES: Mapping[str, Efficiency] = MappingProxyType(_load())
 
 
 def timed_kernels(chip: Chip) -> Efficiency | None:
-    """Return the constants of a TPU whose kernels have been timed; None for any other chip."""
+    """Return the constants of a TPU if they are fitted to timed kernels; None for any other chip."""
     row = EFFICIENCIES.get(chip.name)
     return row if row and row.timed else None
 
@@ -177,11 +178,11 @@ def product_seconds(
         >>> chunks > 2 * whole
         True
 
-    Source: for the TPU v5e, products that others timed (benchmarks/tpu.py fits them), with a median error of 2% and a
-    90th percentile of 7% for products left out of the fit. For other TPUs, cycles that the compiler estimates for
-    products compiled offline (benchmarks/thin.py computes them again). For some 280 products per chip the median error
-    is 5 to 7%, and the 90th percentile 15 to 25%. For GPUs, 51 products timed on an H200 (benchmarks/gpu.py fits them),
-    with a median error of 5% and a 90th percentile of 12%; matmul.toml states the assumptions for other GPUs.
+    Source: for TPU v5e and v6e, kernels that others timed (benchmarks/tpu.py fits them), with a median error of 2 and 3%
+    and a 90th percentile of 7 and 9% for kernels left out of the fit. For TPU v4, cycles that the compiler estimates for
+    products compiled offline (benchmarks/thin.py computes them again). For 279 products the median error is 6%, and the
+    90th percentile 15%. For GPUs, 51 products timed on an H200 (benchmarks/gpu.py fits them), with a median error of 5%
+    and a 90th percentile of 12%. matmul.toml states the assumptions for the TPU v5p and for other GPUs.
 
     Leaves out: overlap with instructions before and after; the compiler's choice of windows, which changes the seconds
     of some shapes by a third or more; repeated reads of operands in large products; results that stay on the chip.

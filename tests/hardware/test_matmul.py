@@ -23,8 +23,10 @@ TPUS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
 GPUS = ("a100", "a100-40gb", "h100", "h200", "b200", "gb200")
 MEASURED = (*TPUS, *GPUS)
 CARD = Path(__file__).parents[2] / "benchmarks" / "results" / "device-h200.json"
-KERNELS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels-v5e.json"
-OF_THE_TIMELINE = ("timed", "excess_seconds", "least_seconds", "least_share")
+KERNELS = {
+    f"tpu-{name}": json.loads((CARD.parent / f"kernels-{name}.json").read_text()) for name in ("v5e", "v6e")
+}
+OF_THE_TIMELINE = ("timed", "excess_seconds", "least_seconds", "least_share", "most_share")
 SHAPES = [(64, 1152, 4608), (512, 4608, 1152), (2048, 18432, 256), (8, 128, 128)]
 
 
@@ -121,11 +123,12 @@ def test_a_planned_float32_product_is_in_tf32_on_gpus(name):
 @pytest.mark.parametrize("name", TPUS)
 def test_a_planned_float32_product_is_in_passes_of_bfloat16_on_tpus(name):
     size, tpu, times = 8192, chip(name), {}
+    one_pass = 2 * size**3 / (tpu.bf16_flops * EFFICIENCIES[name].matrix_efficiency)
     for width, dtype in ((2, "bfloat16"), (4, "float32")):
         arrays = [(dims, width) for dims in ("BE", "EF", "BF")]
         for precision in ("default", "high", "highest"):
             planned = local_einsum_seconds(dict.fromkeys("BEF", size), arrays, dtype, tpu, precision)
-            times[dtype, precision] = planned / (2 * size**3 / tpu.bf16_flops)
+            times[dtype, precision] = planned / one_pass
     assert len({times["bfloat16", precision] for precision in ("default", "high", "highest")}) == 1
     # One pass, which still reads and writes four bytes per number; then three, then six.
     assert 1 < times["bfloat16", "default"] < times["float32", "default"] < 1.7
@@ -171,31 +174,39 @@ def test_products_timed_on_a_card():
     assert statistics.quantiles(off, n=10)[-1] < 0.14
 
 
-@pytest.mark.parametrize(("part", "count", "half", "most"), [("fit", 52, 0.04, 0.11), ("check", 37, 0.03, 0.1)])
-def test_products_timed_on_a_tpu(part, count, half, most):
+@pytest.mark.parametrize(
+    ("name", "part", "count", "half", "most"),
+    [
+        ("tpu-v5e", "fit", 52, 0.04, 0.11),
+        ("tpu-v5e", "check", 37, 0.03, 0.1),
+        ("tpu-v6e", "fit", 52, 0.06, 0.2),
+        ("tpu-v6e", "check", 37, 0.04, 0.1),
+    ],
+)
+def test_products_timed_on_a_tpu(name, part, count, half, most):
     """The median error of the products, also of those left out of the fit, and of nine in ten (benchmarks/tpu.py)."""
-    off, results = [], json.loads(KERNELS.read_text())
+    off, results = [], KERNELS[name]
     idle = results["microseconds of an iteration that moves nothing"]
-    for name, taken in results[part].items():
-        what, *numbers = name.split("_")
+    for kernel, taken in results[part].items():
+        what, *numbers = kernel.split("_")
         if what in ("gemm", "bmm"):
             *batch, rows, columns, depth = map(int, numbers)
-            seconds = product_seconds(rows, depth, columns, batch=math.prod(batch), chip=chip("tpu-v5e"))
+            seconds = product_seconds(rows, depth, columns, batch=math.prod(batch), chip=chip(name))
             off.append(abs(math.log((seconds * 1e6 + idle) / taken)))
     assert len(off) == count
     assert statistics.median(off) < half
     assert statistics.quantiles(off, n=10)[-1] < most
 
 
-def test_passes_over_memory_timed_on_a_tpu():
+@pytest.mark.parametrize("name", KERNELS)
+def test_passes_over_memory_timed_on_a_tpu(name):
     """Kernels that read and write large arrays, priced as plans price them."""
-    v5e = chip("tpu-v5e")
-    for name, taken in json.loads(KERNELS.read_text())["fit"].items():
-        what, amount = name.partition("_")[::2]
+    for kernel, taken in KERNELS[name]["fit"].items():
+        what, amount = kernel.partition("_")[::2]
         if what in ("add", "scale", "silu", "copy") and not amount.endswith(("4096KiB", "16384KiB")):
             size = int(amount[:-3]) * (2**10 if amount.endswith("KiB") else 2**20)
             moved = size * (3 if what == "add" else 2)
-            assert moved / v5e.stream_bandwidth * 1e6 == pytest.approx(taken, rel=0.05)
+            assert moved / chip(name).stream_bandwidth * 1e6 == pytest.approx(taken, rel=0.05)
 
 
 @pytest.mark.parametrize("name", GPUS)

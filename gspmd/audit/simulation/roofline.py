@@ -79,9 +79,10 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
     - A Pallas kernel whose work the program states takes the seconds of the kernel's schedule, or a lower bound if
       there is no schedule.
     - On a chip whose kernels have been timed (`timed` in matmul.toml), an instruction that reads or writes main memory
-      takes the seconds that timed kernels take for the same FLOPs and bytes. It takes no longer than by the next rule,
-      which alone holds for kinds of instructions that have not been timed. If almost all bytes of an instruction are in
-      on-chip memory, it takes the seconds of the next rule, less those by which estimates exceed timed instructions.
+      takes the seconds that timed kernels take for the same FLOPs and bytes, within the range of shares of the next rule
+      that they take (`least_share` and `most_share`). The next rule alone holds for kinds of instructions that have not
+      been timed. If almost all bytes of an instruction are in on-chip memory, it takes the seconds of the next rule, less
+      those by which estimates exceed timed instructions.
     - If the compiler states an estimate, an instruction takes the estimated cycles, divided by the chip's clock. Only
       the TPU compiler makes estimates.
     - A product whose estimate overflowed takes the time that is fitted to the estimates of other products
@@ -150,9 +151,9 @@ def _as_timed(
     found = timed.overhead_seconds + timed.together(products, memory)
     if not instruction.cycles:
         return found
-    # An estimate far above the time of the bytes may mean computation that the bytes do not show. Estimates of timed
-    # kernels were never too low, so an estimate below the time of the bytes means that an array is not read as a whole.
-    return min(seconds, max(found, timed.least_share * seconds))
+    # An estimate far above the time of the bytes may mean computation that the bytes do not show, and one far below it
+    # that an array is not read as a whole. So the time stays within the range of what timed kernels take of theirs.
+    return min(max(found, timed.least_share * seconds), timed.most_share * seconds)
 
 
 def _resembles_timed(module: Module, instruction: Instruction, small: float) -> bool:
