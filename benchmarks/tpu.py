@@ -4,12 +4,12 @@
     python benchmarks/tpu.py --chip tpu-v6e             # the same for a v6e
     python benchmarks/tpu.py --write docs/accuracy.md   # compile the kernels offline, and write the table; 8 minutes
 
-benchmarks/results/kernels-v5e.json and kernels-v6e.json have the measurements and their source. Each kernel was timed in a loop over arrays
-that together are too large for on-chip memory: an iteration reads its operands from stacks, and writes its result into
-a stack. The part `fit` gives the constants. The part `check` has products and other kernels of a step of Llama 3 8B,
-which are left out of the fit. For the table the same loops are compiled, and their iterations simulated twice: by the
-cycles that the compiler estimates, and by the constants. Needs the compiler for TPUs (pip install 'gspmd[tpu]') but no
-TPU.
+benchmarks/results/kernels-v5e.json and kernels-v6e.json have the measurements and their source. Each kernel was timed
+in a loop over arrays that together are too large for on-chip memory: an iteration reads its operands from stacks, and
+writes its result into a stack. Some products of the v6e have the time of separate calls (the source says which). The
+part `fit` gives the constants. The part `check` has products and other kernels of a step of Llama 3 8B, which are left
+out of the fit. For the table the same loops are compiled, and their iterations simulated twice: by the cycles that the
+compiler estimates, and by the constants. Needs the compiler for TPUs (pip install 'gspmd[tpu]') but no TPU.
 """
 
 import argparse
@@ -72,7 +72,10 @@ def main() -> None:
     parser.add_argument("--chip", choices=("tpu-v5e", "tpu-v6e"), default="tpu-v5e", help="the chip of the kernels")
     parser.add_argument("--write", type=Path, help="compile the kernels, and write the table into this page")
     given = parser.parse_args()
-    results, card = json.loads((RESULTS / f"kernels-{given.chip.removeprefix('tpu-')}.json").read_text()), chip(given.chip)
+    results, card = (
+        json.loads((RESULTS / f"kernels-{given.chip.removeprefix('tpu-')}.json").read_text()),
+        chip(given.chip),
+    )
     idle = results["microseconds of an iteration that moves nothing"] * 1e-6
     fitted = fit(results["fit"], idle, card)
     for name in ("overhead_seconds", "matrix_efficiency", "read_efficiency", "write_efficiency", "power"):

@@ -178,11 +178,11 @@ def product_seconds(
         >>> chunks > 2 * whole
         True
 
-    Source: for TPU v5e and v6e, kernels that others timed (benchmarks/tpu.py fits them), with a median error of 2 and 3%
-    and a 90th percentile of 7 and 9% for kernels left out of the fit. For TPU v4, cycles that the compiler estimates for
-    products compiled offline (benchmarks/thin.py computes them again). For 279 products the median error is 6%, and the
-    90th percentile 15%. For GPUs, 51 products timed on an H200 (benchmarks/gpu.py fits them), with a median error of 5%
-    and a 90th percentile of 12%. matmul.toml states the assumptions for the TPU v5p and for other GPUs.
+    Source: for TPU v5e and v6e, kernels that others timed (benchmarks/tpu.py fits them). The median error of kernels
+    left out of the fit is 2 and 3%, and the 90th percentile 7 and 9%. For TPU v4, cycles that the compiler estimates
+    for products compiled offline (benchmarks/thin.py computes them again). For 279 products the median error is 6%, and
+    the 90th percentile 15%. For GPUs, 51 products timed on an H200 (benchmarks/gpu.py fits them), with a median error
+    of 5% and a 90th percentile of 12%. matmul.toml states the assumptions for the TPU v5p and for other GPUs.
 
     Leaves out: overlap with instructions before and after; the compiler's choice of windows, which changes the seconds
     of some shapes by a third or more; repeated reads of operands in large products; results that stay on the chip.

@@ -23,9 +23,7 @@ TPUS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
 GPUS = ("a100", "a100-40gb", "h100", "h200", "b200", "gb200")
 MEASURED = (*TPUS, *GPUS)
 CARD = Path(__file__).parents[2] / "benchmarks" / "results" / "device-h200.json"
-KERNELS = {
-    f"tpu-{name}": json.loads((CARD.parent / f"kernels-{name}.json").read_text()) for name in ("v5e", "v6e")
-}
+KERNELS = {f"tpu-{name}": json.loads((CARD.parent / f"kernels-{name}.json").read_text()) for name in ("v5e", "v6e")}
 OF_THE_TIMELINE = ("timed", "excess_seconds", "least_seconds", "least_share", "most_share")
 SHAPES = [(64, 1152, 4608), (512, 4608, 1152), (2048, 18432, 256), (8, 128, 128)]
 

@@ -79,10 +79,10 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
     - A Pallas kernel whose work the program states takes the seconds of the kernel's schedule, or a lower bound if
       there is no schedule.
     - On a chip whose kernels have been timed (`timed` in matmul.toml), an instruction that reads or writes main memory
-      takes the seconds that timed kernels take for the same FLOPs and bytes, within the range of shares of the next rule
-      that they take (`least_share` and `most_share`). The next rule alone holds for kinds of instructions that have not
-      been timed. If almost all bytes of an instruction are in on-chip memory, it takes the seconds of the next rule, less
-      those by which estimates exceed timed instructions.
+      takes the seconds that timed kernels take for the same FLOPs and bytes. Relative to the seconds of the next rule,
+      they stay between the least and the greatest share that timed kernels take (`least_share`, `most_share`). The next
+      rule alone holds for kinds of instructions that have not been timed. If almost all bytes of an instruction are in
+      on-chip memory, it takes the seconds of the next rule, less those by which estimates exceed timed instructions.
     - If the compiler states an estimate, an instruction takes the estimated cycles, divided by the chip's clock. Only
       the TPU compiler makes estimates.
     - A product whose estimate overflowed takes the time that is fitted to the estimates of other products

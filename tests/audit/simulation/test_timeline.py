@@ -16,7 +16,7 @@ from gspmd.audit import gantt, hlo, perfetto, timeline
 from gspmd.audit.simulation.machine import Machine
 from gspmd.hardware.chips import CHIPS
 from gspmd.hardware.links import collective_seconds
-from gspmd.hardware.matmul import EFFICIENCIES, product_seconds
+from gspmd.hardware.matmul import EFFICIENCIES, Traffic, product_seconds
 from gspmd.hardware.nccl import SIMPLE
 
 MESH = {"x": 4, "y": 4}
@@ -713,8 +713,10 @@ def v5e(*lines: str, **more):
     return timeline(program(*OPERANDS, *lines, **more), "tpu-v5e", MESH)
 
 
-def cycles(microseconds: float) -> str:
-    return f'backend_config={{"window_config":{{"estimated_cycles":"{round(1500 * microseconds)}"}}}}'
+def cycles(microseconds: float, name: str = "tpu-v5e") -> str:
+    return (
+        f'backend_config={{"window_config":{{"estimated_cycles":"{round(CHIPS[name].clock * microseconds * 1e-6)}"}}}}'
+    )
 
 
 def in_memory(read: float, written: float) -> float:
@@ -751,6 +753,25 @@ def test_an_estimate_far_above_the_time_of_the_bytes_still_counts():
     """It may be due to computation, such as that of random numbers; no timed kernel was so far below its estimate."""
     found = v5e(f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(1000)}")
     assert found.step_seconds == pytest.approx(TIMED.least_share * 1e-3)
+
+
+@pytest.mark.parametrize(("estimate", "took"), [(40, 11.4), (9, 11.4), (8, 1.35 * 8)])
+def test_on_a_v6e_kernels_may_take_longer_than_the_compilers_cycles(estimate, took):
+    """The compiler expects its memory to be faster than it is. An estimate far below says that not all is read."""
+    row, line = EFFICIENCIES["tpu-v6e"], "%s = f32[1000000]{0} add(%q, %r)"
+    found = timeline(program(*OPERANDS, f"{line}, {cycles(estimate, 'tpu-v6e')}"), "tpu-v6e", MESH)
+    assert row.overhead_seconds + row.memory_seconds(Traffic(8e6, 4e6), CHIPS["tpu-v6e"]) == pytest.approx(
+        11.4e-6, rel=1e-3
+    )
+    assert found.step_seconds == pytest.approx(took * 1e-6, rel=1e-3)
+
+
+def test_a_v5p_has_the_rates_of_a_v5e():
+    assert EFFICIENCIES["tpu-v5p"] == TIMED
+    line = f"%s = f32[1000000]{{0}} add(%q, %r), {cycles(20, 'tpu-v5p')}"
+    found = timeline(program(*OPERANDS, line), "tpu-v5p", MESH)
+    expected = TIMED.overhead_seconds + in_memory(8e6, 4e6) * 819 / 2765
+    assert found.step_seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("rows", "by_cycles"), [(8, False), (1024, True)])
