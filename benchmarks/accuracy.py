@@ -113,7 +113,7 @@ def _llama() -> Iterator[Row]:
 
 
 def _one_chip() -> Iterator[Row]:
-    for cells in _table("accuracy.md", "Whole steps, which were not used for the fit"):
+    for cells in _table("accuracy.md", "### Whole steps"):
         kind = "prompts" if cells["step"].endswith("prompt") else "decoding"
         yield Row(
             f"{kind}, one {cells['chip']}", cells["step"], f"1 {cells['chip']}", cells["published"],

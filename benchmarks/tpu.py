@@ -1,15 +1,14 @@
 """Fit the model of a TPU to kernels that others timed on one, and compare compiled kernels with them.
 
-    python benchmarks/tpu.py                            # constants for matmul.toml and chips.toml
-    python benchmarks/tpu.py --chip tpu-v6e             # the same for a v6e
-    python benchmarks/tpu.py --write docs/accuracy.md   # compile the kernels offline, and write the table; 8 minutes
+    python benchmarks/tpu.py --chip tpu-v6e                            # constants for matmul.toml and chips.toml
+    python benchmarks/tpu.py --chip tpu-v6e --write docs/accuracy.md   # and of timelines, and the table; 8 minutes
 
 benchmarks/results/kernels-v5e.json and kernels-v6e.json have the measurements and their source. Each kernel was timed
 in a loop over arrays that together are too large for on-chip memory: an iteration reads its operands from stacks, and
-writes its result into a stack. Some products of the v6e have the time of separate calls (the source says which). The
+writes its result into a stack. Some products of the v6e have the time of separate calls (the file says which). The
 part `fit` gives the constants. The part `check` has products and other kernels of a step of Llama 3 8B, which are left
 out of the fit. For the table the same loops are compiled, and their iterations simulated twice: by the cycles that the
-compiler estimates, and by the constants. Needs the compiler for TPUs (pip install 'gspmd[tpu]') but no TPU.
+compiler estimates, and by the constants. That needs the compiler for TPUs (pip install 'gspmd[tpu]') but no TPU.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, exp, inf, log, prod
+from math import ceil, exp, log, prod
 from pathlib import Path
 from statistics import median
 
@@ -72,10 +71,8 @@ def main() -> None:
     parser.add_argument("--chip", choices=("tpu-v5e", "tpu-v6e"), default="tpu-v5e", help="the chip of the kernels")
     parser.add_argument("--write", type=Path, help="compile the kernels, and write the table into this page")
     given = parser.parse_args()
-    results, card = (
-        json.loads((RESULTS / f"kernels-{given.chip.removeprefix('tpu-')}.json").read_text()),
-        chip(given.chip),
-    )
+    card = chip(given.chip)
+    results = json.loads((RESULTS / f"kernels-{given.chip.removeprefix('tpu-')}.json").read_text())
     idle = results["microseconds of an iteration that moves nothing"] * 1e-6
     fitted = fit(results["fit"], idle, card)
     for name in ("overhead_seconds", "matrix_efficiency", "read_efficiency", "write_efficiency", "power"):
@@ -86,6 +83,7 @@ def main() -> None:
         print(f"{part}: {len(off)} kernels, off by {np.median(off):.1%} (median), {np.quantile(off, 0.9):.1%} (90%)")
     if given.write:
         print(f"excess_seconds = {excess_seconds(results[CHAINS], card):.2g}")
+        print(f"least_seconds = {min(map(_of_an_instruction, results[CHAINS].values())):.2g}")
         text = "\n".join(table({**results["fit"], **results["check"]}, card))
         print(text)
         write_between(given.write, tuple(mark.format(given.chip) for mark in MARKS), text)
@@ -148,9 +146,10 @@ STEP: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
 
 def efficiency(card: Chip, overhead: float, matrix: float, read: float, write: float, power: float) -> Efficiency:
     """Return the constants of a TPU, whose tiles are those of its row in matmul.toml."""
-    row = EFFICIENCIES[card.name]
-    tile = row.rows, row.lanes, row.depth
-    return Efficiency(overhead, 0.0, 0.0, matrix, read, write, inf, inf, inf, *tile, power, timed=True)
+    return replace(
+        EFFICIENCIES[card.name], overhead_seconds=overhead, matrix_efficiency=matrix, read_efficiency=read,
+        write_efficiency=write, power=power,
+    )  # fmt: skip
 
 
 def errors(measured: Mapping[str, float], idle: float, card: Chip, fitted: Efficiency) -> list[float]:
@@ -196,10 +195,15 @@ def excess_seconds(chains: Mapping[str, Sequence[float]], card: Chip) -> float:
         square = ((int(size), int(size)),)
         moved = Traffic(2 * prod(square[0]), 2 * prod(square[0]))
         both = [simulated(Kernel("", partial(_chain, count), square, None, moved), card)[0] for count in LENGTHS]
-        each = [(many - few) / (LENGTHS[1] - LENGTHS[0]) for few, many in (both, [us * 1e-6 for us in taken])]
+        each = _of_an_instruction([1e6 * seconds for seconds in both]), _of_an_instruction(taken)
         found.append(each[0] - each[1])
         print(f"{size} x {size}: {each[0]:.3g} s by cycles, {each[1]:.3g} s timed", flush=True)
     return median(found)
+
+
+def _of_an_instruction(chains: Sequence[float]) -> float:
+    """Return the seconds of one instruction, given the microseconds of a short and of a long chain."""
+    return (chains[1] - chains[0]) * 1e-6 / (LENGTHS[1] - LENGTHS[0])
 
 
 def _chain(count: int, x: jax.Array) -> jax.Array:
@@ -210,15 +214,17 @@ def _chain(count: int, x: jax.Array) -> jax.Array:
 
 def table(measured: Mapping[str, float], card: Chip) -> Iterator[str]:
     """Yield the lines of the table: for each kind of kernel, simulated over measured seconds in both ways."""
-    found = defaultdict(list)
+    found, shares = defaultdict(list), []
     for number, (name, taken) in enumerate(measured.items()):
         each = kernel(name)
         # The simulated loop has a second small kernel, which the measured iterations have too.
         ratios = [seconds / (taken * 1e-6) for seconds in simulated(each, card)]
         found[each.kind].append(ratios)
+        shares.append(1 / ratios[0])
         print(
             f"{number + 1} of {len(measured)}: {name} {taken} us, " + ", ".join(f"{r:.2f}" for r in ratios), flush=True
         )
+    print(f"least_share = {min(shares):.2f}", f"most_share = {max(1, *shares):.2f}", sep="\n")
     yield "| kernels | timed | by the compiler's cycles | by timed kernels |"
     yield "|:--|--:|--:|--:|"
     for kind, ratios in found.items():

@@ -119,7 +119,7 @@ EFFICIENCIES: Mapping[str, Efficiency] = MappingProxyType(_load())
 
 
 def timed_kernels(chip: Chip) -> Efficiency | None:
-    """Return the constants of a TPU if they are fitted to timed kernels; None for any other chip."""
+    """Return the constants of a TPU whose timelines use timed kernels, of its own or assumed; None for other chips."""
     row = EFFICIENCIES.get(chip.name)
     return row if row and row.timed else None
 

@@ -36,9 +36,10 @@ def timeline(
       a chip has two cores, the cycles are those of both cores together. An instruction without an estimate takes the
       time of its matrix products at the chip's peak FLOP/s, or the time of its bytes at the bandwidth of main memory,
       whichever is longer. Instructions that only give a name to a value, such as `tuple` and `bitcast`, take no time.
-    - **On a TPU whose kernels have been timed** (v5e and v6e; v5p has the rates of the v5e), the estimates are known to
-      be wrong. An instruction that reads or writes main memory takes as long as timed kernels with the same FLOPs and
-      bytes, and an instruction in on-chip memory less than its cycles (`gspmd.audit.simulation.roofline.cost`).
+    - **On a TPU whose kernels have been timed** (v5e and v6e), the estimates are known to be wrong; on v5p this is
+      assumed. There an instruction that reads or writes main memory takes as long as timed kernels with the same FLOPs
+      and bytes (for v5p, those of a v5e), and an instruction in on-chip memory less than its cycles
+      (`gspmd.audit.simulation.roofline.cost`).
     - **On a GPU**, the compiler makes no estimates. A matrix product takes the time that is predicted for cuBLAS
       (`gspmd.hardware.matmul`). Fused attention takes the time of its FLOPs plus the time of its bytes, at the rates
       that cuDNN reaches. Any other kernel takes the time of its bytes, at the memory bandwidth that kernels reach.
