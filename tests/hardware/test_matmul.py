@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import statistics
+from importlib import import_module
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -194,6 +195,18 @@ def test_products_timed_on_a_tpu(name, part, count, half, most):
     assert len(off) == count
     assert statistics.median(off) < half
     assert statistics.quantiles(off, n=10)[-1] < most
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_constants_of_timed_tpus_are_those_of_the_fit(name, benchmarks):
+    tpu, row = import_module("tpu"), EFFICIENCIES[name]
+    idle = KERNELS[name]["microseconds of an iteration that moves nothing"] * 1e-6
+    fitted = tpu.fit(KERNELS[name]["fit"], idle, chip(name))
+    for figure in ("overhead_seconds", "matrix_efficiency", "read_efficiency", "write_efficiency", "power"):
+        assert getattr(row, figure) == pytest.approx(getattr(fitted, figure), rel=0.005)
+    assert chip(name).stream_efficiency == pytest.approx(
+        tpu.stream_efficiency(KERNELS[name]["fit"], idle, chip(name)), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("name", KERNELS)
