@@ -13,8 +13,18 @@ def called() -> str:
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
+def check_marks(path: Path, marks: tuple[str, str]) -> None:
+    """Exit with a message if a page does not have both marks; called before figures are made that would then be lost."""
+    if not path.is_file():
+        raise SystemExit(f"There is no page {path}.")
+    for mark in marks:
+        if mark not in path.read_text():
+            raise SystemExit(f"The page {path} has no line {mark!r}, which marks where the figures belong.")
+
+
 def write_between(path: Path, marks: tuple[str, str], content: str) -> None:
-    """Replace the text between two marks of a page."""
+    """Replace the text between two marks of a page, which both have to be there."""
+    check_marks(path, marks)
     before, _, rest = path.read_text().partition(marks[0])
     path.write_text(f"{before}{marks[0]}\n{content}\n\n{marks[1]}{rest.partition(marks[1])[2]}")
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from page import write_between
+from page import check_marks, write_between
 from scipy.optimize import least_squares
 
 from gspmd.audit import compile_offline, topology
@@ -71,6 +71,9 @@ def main() -> None:
     parser.add_argument("--chip", choices=("tpu-v5e", "tpu-v6e"), default="tpu-v5e", help="the chip of the kernels")
     parser.add_argument("--write", type=Path, help="compile the kernels, and write the table into this page")
     given = parser.parse_args()
+    marks = MARKS[0].format(given.chip), MARKS[1].format(given.chip)
+    if given.write:
+        check_marks(given.write, marks)
     card = chip(given.chip)
     results = json.loads((RESULTS / f"kernels-{given.chip.removeprefix('tpu-')}.json").read_text())
     idle = results["microseconds of an iteration that moves nothing"] * 1e-6
@@ -86,7 +89,7 @@ def main() -> None:
         print(f"least_seconds = {min(map(_of_an_instruction, results[CHAINS].values())):.2g}")
         text = "\n".join(table({**results["fit"], **results["check"]}, card))
         print(text)
-        write_between(given.write, tuple(mark.format(given.chip) for mark in MARKS), text)
+        write_between(given.write, marks, text)
 
 
 def kernel(name: str) -> Kernel:
