@@ -14,7 +14,7 @@ def called() -> str:
 
 
 def check_marks(path: Path, marks: tuple[str, str]) -> None:
-    """Exit with a message if a page does not have both marks; called before figures are made that would then be lost."""
+    """Exit with a message if a page lacks one of two marks, before figures are made that would then be lost."""
     if not path.is_file():
         raise SystemExit(f"There is no page {path}.")
     for mark in marks:
