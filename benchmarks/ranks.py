@@ -53,8 +53,14 @@ SEARCHED = dict.fromkeys(
     ("llama-8b-train-h100", "mixtral-train-h100", "llama-8b-train-v5p"), "--remat full --microbatches 1"
 )
 """Further flags of `gspmd search`, which without these flags searches every choice of remat and of microbatches."""
-COMPILED = {"mixtral-decode": "--model.no-stacked"}
-"""Further flags of `gspmd compile`, which its report recommends: out of stacks, experts' weights are copied."""
+COMPILED = {
+    "mixtral-decode": "--model.no-stacked",
+    "llama-8b-train-v5p": "--compiler-options xla_tpu_rematerialization_min_size_in_bytes=1000000000000",
+}
+"""Further flags of `gspmd compile`, which its report recommends.
+
+Experts' weights would be copied out of stacks, and products computed again although the program fits in memory.
+"""
 FOUND = "found"
 TIE = 0.001
 """The relative difference up to which two programs count as equally fast, so that plans need not rank them."""
