@@ -1,5 +1,6 @@
 """The TPU compiler schedules an expert layer as products and all-to-alls, not as passes over its slots."""
 
+from dataclasses import replace
 from importlib import import_module, util
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import gspmd
-from gspmd.audit import compile_offline, topology
+from gspmd.audit import compile_offline, timeline, topology
 from gspmd.lowerings.blocking import tpu
 from gspmd.lowerings.local_einsum import Batched
 from gspmd.moe import MoEConfig, expert_layer
@@ -44,8 +45,10 @@ def test_little_is_neither_a_product_nor_sent(router, length, embed, hidden, exp
         }
         report = compile_offline(layer, x, weights, x, topology=slice8)
     assert report.ledger.compare(report.plan).agrees
-    other = sum(part.seconds for part in report.timeline.parts if part.category == "other")
-    assert other / report.timeline.step_seconds < share
+    # By the compiler's cycles: at the rates of timed kernels, products that read weights take a smaller share.
+    line = timeline(report.module, replace(slice8.chip, name="by cycles"), report.mesh)
+    other = sum(part.seconds for part in line.parts if part.category == "other")
+    assert other / line.step_seconds < share
 
 
 @needs_libtpu
