@@ -133,7 +133,8 @@ def test_a_bound_is_near_what_large_products_cost():
         exact = problem_of(replace(workload, microbatches=count), mesh)
         limit = 2 * Candidate(exact, 0.0).least.bytes
         found = Search(exact.problem(limit)).best().seconds
-        assert 0.95 * found < Search(RelaxedTraining(workload, mesh).between(count, count, limit)).at_least() <= found
+        bound = Search(RelaxedTraining(workload, mesh).between(count, count, limit)).at_least()
+        assert 0.95 * found < bound <= found * (1 + 1e-12)  # Sums of the same seconds may differ in rounding.
 
 
 @pytest.mark.parametrize("seed", range(40))
