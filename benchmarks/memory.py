@@ -121,6 +121,12 @@ def compiled(settings: command.CompileSettings) -> dict[str, Any]:
 
 def planned(settings: command.CompileSettings) -> dict[str, Any]:
     """Return the bytes of a step as a search plans them, and the largest arrays that it counts."""
+    question, answer = priced(settings)
+    return {"planned": answer.bytes, "largest planned": largest(question, answer)}
+
+
+def priced(settings: command.CompileSettings) -> tuple[MeshProblem, Answer]:
+    """Return the search problem of a training step, and what it gives for the layout in the settings."""
     target = topology(settings.topology)
     mesh = parse_mesh(settings.sharding.mesh)
     workload = Workload(
@@ -130,8 +136,7 @@ def planned(settings: command.CompileSettings) -> dict[str, Any]:
     layout = Layout.load(settings.sharding.layout)
     sizes = {axis: mesh.get(axis, 1) for axis in layout.axes}
     layout = layout.resolved(candidate.sizes, sizes).check(candidate.sizes, sizes)
-    answer = picks_of(candidate, candidate.unlimited_search, layout)
-    return {"planned": answer.bytes, "largest planned": largest(candidate.phase.question, answer)}
+    return candidate.phase.question, picks_of(candidate, candidate.unlimited_search, layout)
 
 
 def largest(question: MeshProblem, answer: Answer) -> list[tuple[float, str]]:

@@ -8,6 +8,7 @@ placements it multiplies tensors. The cost of the step is known once mesh axes r
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from math import prod
 from typing import Any
 
 from gspmd.annotate.spec import Spec
@@ -71,6 +72,12 @@ class UnknownProduct:
     dtypes: tuple[str, str, str]
     sizes: tuple[tuple[str, int], ...]
     precision: str = "default"
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the product, over all devices."""
+        sizes = dict(self.sizes)
+        return 2 * prod(sizes[dim] for dim in {dim for spec in self.specs for dim in spec.dims})
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from gspmd.hardware.chips import chip as chip_called
 from gspmd.layouts import Layout
 from gspmd.lowerings.in_force import lowering, planned_for
 from gspmd.planner.graph.resharding import move
-from gspmd.planner.unknown import PREFIX, UnknownMove
+from gspmd.planner.unknown import PREFIX, UnknownMove, UnknownProduct, UnknownReduction, UnknownShared
 from gspmd.search.answer import NothingFits
 from gspmd.search.held import Held, HeldArray, Moment, ProgramWork
 from gspmd.search.lines import Lines, choices_of
@@ -32,6 +32,7 @@ from gspmd.search.pricing import Prices, Table, added_up
 from gspmd.search.problem import Choice, Problem, Term
 from gspmd.search.program import Build, TracedProgram, Use, on_mesh, read
 from gspmd.search.writing import document
+from gspmd.tracing.compilers import compiler_for
 from gspmd.tracing.trace import trace
 
 USABLE = 0.9
@@ -343,6 +344,50 @@ class MeshProblem:
         """Tables of the seconds of work outside of plans: passes over memory, and products inside other operations."""
         return [table for _, table in self.of_work(self.program.work)]
 
+    @cached_property
+    def hidden(self) -> list[Table]:
+        """Tables of the seconds, all of them negative, for which a step does not wait in its moves of weights."""
+        return self.hidden_of(self.uses)
+
+    def hidden_of(self, uses: Iterable[Use]) -> list[Table]:
+        """Return tables of the seconds, as negative numbers, for which a step does not wait in some of its moves.
+
+        XLA:GPU starts a collective as soon as its operand is there, and goes on with the products that do not need the
+        result. In the loops of a training step, these are the moves of weights and of their gradients; a move of an
+        activation lies between the products before and after it. `Compiler.hides` is the fraction that is hidden of
+        those seconds for which there are products to run.
+
+        The products take the chip's peak FLOP/s, spread over all devices. Each move has a part of their seconds, in
+        proportion to the bytes of the whole tensor. The parts depend on no choice, so the saving is a table for each
+        move, as prices are, and the search stays exact.
+        """
+        share = compiler_for(self.chip).hides
+        found = []
+        for use in uses if share else ():
+            if (moved := self.moved_bytes(use)) is not None:
+                # Steps that chains share, or that the compiler removes, have negative seconds, and nothing hides.
+                found += [(of, -share * np.minimum(table, moved * self._hiding)) for of, table in self.tables([use])]
+        return found
+
+    def moved_bytes(self, use: Use) -> int | None:
+        """Return the bytes of the weights that a step moves in all its runs.
+
+        The result is None if the step runs only once, or moves anything else than a weight or the gradient of one.
+        """
+        what = use.what.chain if isinstance(use.what, UnknownShared | UnknownReduction) else use.what
+        weights = {frozenset(self.lines.dims[name]) for name in self.lines.trained}
+        if use.times < 2 or not isinstance(what, UnknownMove) or frozenset(what.before[0].dims) not in weights:
+            return None
+        return use.times * prod(what.shape) * what.itemsize
+
+    @cached_property
+    def _hiding(self) -> float:
+        """The seconds of products, spread over all devices, for each byte of the weights that are moved in loops."""
+        products = ((use, use.what) for use in self.program.uses if isinstance(use.what, UnknownProduct))
+        flops = sum(use.times * what.flops for use, what in products) / prod((self.whole or self.mesh).values())
+        moves = (self.moved_bytes(use) or 0 for use in self.uses if isinstance(use.what, UnknownMove))
+        return flops / self.chip.flops("bfloat16") / max(sum(moves), 1)
+
     def of_work(self, done: ProgramWork) -> Iterator[tuple[HeldArray, Table]]:
         """Yield each array with a table: the seconds of the passes over it, or of the products that compute it."""
         bandwidth, rate = self.chip.stream_bandwidth, self.chip.flops("bfloat16") * self.chip.attention_efficiency
@@ -405,7 +450,7 @@ class MeshProblem:
         """Return the search problem: one choice for each set of tied lines, and one term for each set of choices."""
         choices = [*self.choices]
         held = [*self.spread(self.stored), *self.spread(self.others)]
-        terms = self.terms([*self.planned, *self.beside], held)
+        terms = self.terms([*self.planned, *self.beside, *self.hidden], held)
         return _without_constants(choices, [*terms, *self._norm_terms(choices)], limit)
 
     def counted(self, base: Problem, shares: Shares) -> Problem:

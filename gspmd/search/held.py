@@ -450,8 +450,12 @@ class Moments:
         return {array: count for array, count in zip(self.arrays, np.asarray(rows).tolist()) if count}
 
 
-def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[HeldArray]:
+def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> list[Counter[HeldArray]]:
     """Return the arrays that only exist inside a planned operation: moved operands, results to be moved, and summands.
+
+    Compilers reduce the gradient of one weight before they compute that of the next, so no two partial sums of weights'
+    gradients are in memory at the same time. If the operation has several, the result has one entry for each of them,
+    with the arrays that are held while this partial sum exists. Which one is the largest depends on the layout.
 
     If several products are added up, each of them except the last is kept in float32. An example is the gradient of an
     operand that is multiplied by several weights. Arrays that belong to results in `later` are left out, because these
@@ -459,21 +463,26 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> Counter[He
     """
     given, made = ({value.array for value in values} for values in (operation.inputs, operation.outputs))
     marks, moves = _marks_in(operation), _moves_in(operation)
-    found: Counter[HeldArray] = Counter()
+    always: Counter[HeldArray] = Counter()
+    of_weights: list[Counter[HeldArray]] = []
     for move, results in moves:
         if len(move.before) == 1 and move.shape and not results & {*later}:
             # Gradients of weights are computed first; that of the other operand, the first result, takes its place.
-            own = move.before[0].partial and operation.outputs[0] not in results
+            own = bool(move.before[0].partial) and operation.outputs[0] not in results
             ends = (*move.before, set() if own else given), (move.after, made)
             every = ((_placed(move, spec), outside) for spec, outside in ends)
-            found.update(array for array, outside in every if replace(array, move=None) not in outside)
+            found = Counter(array for array, outside in every if replace(array, move=None) not in outside)
+            if own and results:
+                of_weights.append(found)
+            else:
+                always += found
     summed = Counter((mark.specs[2], mark.sizes) for mark in marks if isinstance(mark, UnknownProduct))
     for (spec, sizes), count in summed.items():
         size = prod(dict(sizes)[dim] for dim in spec.dims)
         if count > sum(spec in move.before for move, _ in moves):  # Each result is moved from where its products are.
             unknowns = {name for axes in spec.axes for name in axes}
-            found[HeldArray(4 * size, tuple(sorted(unknowns)))] += count - 1
-    return found
+            always[HeldArray(4 * size, tuple(sorted(unknowns)))] += count - 1
+    return [always + each for each in of_weights] or [always]
 
 
 def _moves_in(operation: Operation) -> list[tuple[UnknownMove, set[HeldValue]]]:
@@ -537,7 +546,9 @@ def _moments(jaxpr: Jaxpr) -> Iterator[tuple[Moment, Counter[HeldArray]]]:
         over |= _overwriting(each, made - over, done)
         alive.update(held(made - over))
         if program_of(each.equation) is not None:
-            yield (number,), alive + _within(each, later)
+            every = _within(each, later)
+            for which, within in enumerate(every):
+                yield (number, which) if len(every) > 1 else (number,), alive + within
         elif each.inner:
             for which, inner in enumerate(each.inner):
                 yield from (((number, which, *moment), alive + within) for moment, within in _moments(inner))

@@ -191,6 +191,7 @@ class StageProblem(PhaseProblem):
         done = work(_inside(question.program.jaxpr))
         for array, table in question.of_work(done):
             seconds[self._place(array.unknowns)] += total([table])
+        seconds["layers"] += total(question.hidden)
         held = {"ends": 0.0, "layers": 0.0}
         moment, _ = question.peak(picks)
         peak = question.program.moments.at(moment)

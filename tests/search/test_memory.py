@@ -35,6 +35,7 @@ ASSIGNED = {
     "llama-2-zero-3": 5_313_182_560,
     "llama-2-megatron-dots": 20_890_461_568,
     "mixtral-experts": 12_726_178_304,
+    "mixtral-zero-3": 9_678_616_608,
     "short-gathered-xy": 7_500_000_000,
     "gpt-megatron": 39_700_000_000,
 }
