@@ -23,7 +23,7 @@ from gspmd.hardware.chips import chip as chip_called
 from gspmd.layouts import Layout
 from gspmd.lowerings.in_force import lowering, planned_for
 from gspmd.planner.graph.resharding import move
-from gspmd.planner.unknown import PREFIX, UnknownMove, UnknownProduct, UnknownReduction, UnknownShared
+from gspmd.planner.unknown import PREFIX, Unknown, UnknownMove, UnknownProduct, UnknownReduction, UnknownShared
 from gspmd.search.answer import NothingFits
 from gspmd.search.held import Held, HeldArray, Moment, ProgramWork
 from gspmd.search.lines import Lines, choices_of
@@ -32,11 +32,16 @@ from gspmd.search.pricing import Prices, Table, added_up
 from gspmd.search.problem import Choice, Problem, Term
 from gspmd.search.program import Build, TracedProgram, Use, on_mesh, read
 from gspmd.search.writing import document
-from gspmd.tracing.compilers import compiler_for
+from gspmd.tracing.compilers import GPU, compiler_for
 from gspmd.tracing.trace import trace
 
 USABLE = 0.9
 """The fraction of a chip's memory that a layout may use by default."""
+HIDES = 0.5
+"""The fraction of the seconds of weights' moves beside products that does not count in a training step on GPUs.
+
+Source: benchmarks/overlap.py; docs/accuracy.md has its table.
+"""
 NORM = "norm of gradients"
 MOST = 2
 """On a mesh of more axes than this, the global norm is priced over all axes. With 3 axes, a choice of the norm's axes
@@ -61,9 +66,10 @@ def search(
     *unknown*. It is traced again whenever JAX or an operation needs two of the lines to be sharded alike. The trace
     shows, for each planned step, the lines on which the step depends, how often it runs, and whether it is recomputed
     or merged. The planner's tables give the seconds of each step for every placement, and the cheapest combination of
-    placements is found, with a proof. Work outside of plans is added as passes over memory and FLOPs. Memory is the
-    size of arguments, results and intermediate arrays at the moment at which a layout holds the most. The types of the
-    arrays give their sizes.
+    placements is found, with a proof. Work outside of plans is added as passes over memory and FLOPs. In a training
+    step on GPUs, half of the seconds of weights' moves beside products do not count (`HIDES`). Memory is the size of
+    arguments, results and intermediate arrays at the moment at which a layout holds the most. The types of the arrays
+    give their sizes.
 
     Args:
         build: maps a layout and a mesh to a function and its abstract arguments, which are sharded as the layout says.
@@ -209,7 +215,8 @@ class Found:
     Attributes:
         layout: the layout, with every line sharded over the axes of the mesh.
         mesh: sizes of the mesh axes.
-        seconds: predicted seconds of one run: planned steps, passes over memory, and products outside of plans.
+        seconds: predicted seconds of one run: planned steps, passes over memory, and products outside of plans, less
+            what runs beside products.
         planned_seconds: seconds of the planned steps, as `gspmd.trace` adds them up for this layout.
         priced_seconds: seconds of the same steps, as the search added them up. They equal `planned_seconds`, except
             that on a mesh of three axes a norm of all gradients is priced over all three. If `priced_seconds` and
@@ -346,47 +353,69 @@ class MeshProblem:
 
     @cached_property
     def hidden(self) -> list[Table]:
-        """Tables of the seconds, all of them negative, for which a step does not wait in its moves of weights."""
+        """Tables of the seconds, as negative numbers, that do not count because moves run beside products."""
         return self.hidden_of(self.uses)
 
     def hidden_of(self, uses: Iterable[Use]) -> list[Table]:
-        """Return tables of the seconds, as negative numbers, for which a step does not wait in some of its moves.
+        """Return tables of the seconds of some steps that do not count, as negative numbers.
 
-        XLA:GPU starts a collective as soon as its operand is there, and goes on with the products that do not need the
-        result. In the loops of a training step, these are the moves of weights and of their gradients; a move of an
-        activation lies between the products before and after it. `Compiler.hides` is the fraction that is hidden of
-        those seconds for which there are products to run.
+        XLA:GPU starts a collective as soon as its operand is there, and goes on with products that do not need the
+        result. In a training step the collectives that can do so are the moves of weights and of their gradients; a
+        move of an activation lies between the products before and after it. `HIDES` of these seconds do not count, of
+        moves that run more than once: those in loops over layers, and those of equal layers without a loop.
 
-        The products take the chip's peak FLOP/s, spread over all devices. Each move has a part of their seconds, in
-        proportion to the bytes of the whole tensor. The parts depend on no choice, so the saving is a table for each
-        move, as prices are, and the search stays exact.
+        Of each move, no more seconds are hidden than its share of the products takes at the chip's peak, spread over
+        all devices. The shares are in proportion to the bytes of the whole tensors. They depend on no choice, so what
+        is hidden is a table for each move, as its price is, and the search stays exact. Attention and the products of
+        dropless experts are left out of the products, so less may be hidden than they would allow.
         """
-        share = compiler_for(self.chip).hides
         found = []
-        for use in uses if share else ():
-            if (moved := self.moved_bytes(use)) is not None:
-                # Steps that chains share, or that the compiler removes, have negative seconds, and nothing hides.
-                found += [(of, -share * np.minimum(table, moved * self._hiding)) for of, table in self.tables([use])]
+        for use in uses if self.most_hidden else ():
+            if use.times > 1 and self.is_hidden(use.what):
+                most = self._seconds_beside * _bytes(use)
+                found += [(of, -self.most_hidden * np.minimum(table, most)) for of, table in self.tables([use])]
         return found
 
-    def moved_bytes(self, use: Use) -> int | None:
-        """Return the bytes of the weights that a step moves in all its runs.
+    @property
+    def most_hidden(self) -> float:
+        """The largest fraction of a move's seconds that may not count."""
+        return HIDES if compiler_for(self.chip) is GPU else 0.0
 
-        The result is None if the step runs only once, or moves anything else than a weight or the gradient of one.
+    def is_hidden(self, what: Unknown) -> bool:
+        """Return whether a step that runs in a loop runs beside products: the move of a weight, or of its gradient.
+
+        A move whose steps may be left out is not hidden: steps that it shares with another move, and reductions that
+        the compiler adds up, perhaps behind the loop.
         """
-        what = use.what.chain if isinstance(use.what, UnknownShared | UnknownReduction) else use.what
-        weights = {frozenset(self.lines.dims[name]) for name in self.lines.trained}
-        if use.times < 2 or not isinstance(what, UnknownMove) or frozenset(what.before[0].dims) not in weights:
-            return None
-        return use.times * prod(what.shape) * what.itemsize
+        is_weight = isinstance(what, UnknownMove) and frozenset(what.before[0].dims) in self._weights
+        return is_weight and what not in self._left_out
 
     @cached_property
-    def _hiding(self) -> float:
-        """The seconds of products, spread over all devices, for each byte of the weights that are moved in loops."""
-        products = ((use, use.what) for use in self.program.uses if isinstance(use.what, UnknownProduct))
-        flops = sum(use.times * what.flops for use, what in products) / prod((self.whole or self.mesh).values())
-        moves = (self.moved_bytes(use) or 0 for use in self.uses if isinstance(use.what, UnknownMove))
-        return flops / self.chip.flops("bfloat16") / max(sum(moves), 1)
+    def _weights(self) -> set[frozenset[str]]:
+        """The dimensions of each trained weight."""
+        return {frozenset(self.lines.dims[name]) for name in self.lines.trained}
+
+    @cached_property
+    def _left_out(self) -> set[Unknown]:
+        """The moves some of whose steps may be left out."""
+        steps = [use.what for use in self.program.uses if use.times]
+        shared: set[Unknown] = {what.chain for what in steps if isinstance(what, UnknownShared)}
+        removed = [what for what in steps if isinstance(what, UnknownReduction)]
+        return shared.union(*((what.chain, *what.others) for what in removed))
+
+    @cached_property
+    def _seconds_beside(self) -> float:
+        """The seconds of products at the chip's peak, on all devices, for each byte of weights moved beside them."""
+        seconds = moved = 0.0
+        for use in self.program.uses:
+            if isinstance(use.what, UnknownProduct):
+                # A step inside of a pipeline's slots runs on the devices of one stage.
+                inside = (size for axis, size in self.mesh.items() if axis not in self.lines.around)
+                devices = prod(inside if use.inside else (self.whole or self.mesh).values())
+                seconds += use.times * use.what.flops / devices / self.chip.flops("bfloat16")
+            elif self.is_hidden(use.what) and use.times > 1:
+                moved += _bytes(use)
+        return seconds / moved if moved else 0.0
 
     def of_work(self, done: ProgramWork) -> Iterator[tuple[HeldArray, Table]]:
         """Yield each array with a table: the seconds of the passes over it, or of the products that compute it."""
@@ -560,6 +589,12 @@ class MeshProblem:
         return Found(
             layout, dict(self.mesh), answer.seconds, planned, priced, answer.bytes, bound, complete, self.chip, written
         )
+
+
+def _bytes(use: Use) -> int:
+    """Return the bytes of the whole tensor of a move, for all its runs."""
+    assert isinstance(use.what, UnknownMove)
+    return use.times * prod(use.what.shape) * use.what.itemsize
 
 
 def laid(base: Layout, lines: Mapping[str, str], mesh: Mapping[str, int]) -> Layout:

@@ -375,7 +375,8 @@ def _marks_in(operation: Operation) -> list[Unknown]:
 
 Moment = tuple[int, ...]
 """A point of a program: the index of an operation. For a point inside a loop or a conditional, the index of the program
-inside that operation and a point of this program follow.
+inside that operation and a point of this program follow. For a planned operation that reduces gradients of several
+weights, the index of the gradient follows.
 """
 
 
@@ -454,8 +455,9 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> list[Count
     """Return the arrays that only exist inside a planned operation: moved operands, results to be moved, and summands.
 
     Compilers reduce the gradient of one weight before they compute that of the next, so no two partial sums of weights'
-    gradients are in memory at the same time. If the operation has several, the result has one entry for each of them,
-    with the arrays that are held while this partial sum exists. Which one is the largest depends on the layout.
+    gradients are in memory at the same time. The result of a group's gradient has one entry for each of them, with the
+    arrays that are held while this partial sum exists. Which one is the largest depends on the layout. The result of
+    any other operation has one entry.
 
     If several products are added up, each of them except the last is kept in float32. An example is the gradient of an
     operand that is multiplied by several weights. Arrays that belong to results in `later` are left out, because these
@@ -472,7 +474,7 @@ def _within(operation: Operation, later: Iterable[HeldValue] = ()) -> list[Count
             ends = (*move.before, set() if own else given), (move.after, made)
             every = ((_placed(move, spec), outside) for spec, outside in ends)
             found = Counter(array for array, outside in every if replace(array, move=None) not in outside)
-            if own and results:
+            if own and results and _adds(operation):
                 of_weights.append(found)
             else:
                 always += found

@@ -32,15 +32,11 @@ class Compiler:
             it has expanded optimization barriers. XLA:CPU did so up to jaxlib 0.10; no other compiler does.
         reduces_sums: whether the compiler adds partial sums before it reduces them, if only their sum is used. Only
             XLA:GPU does so.
-        hides: of the seconds in which a training step moves weights and their gradients beside products, the fraction
-            by which it is faster. Only XLA:GPU has one; programs for TPUs wait for most of these moves. See
-            docs/accuracy.md for the measurements.
     """
 
     is_host: bool
     merges_across_barriers: bool = False
     reduces_sums: bool = False
-    hides: float = 0.0
 
     def hoists(self, equation: Any) -> bool:
         """Return whether the compiler moves a loop-invariant operation out of its loop."""
@@ -48,7 +44,7 @@ class Compiler:
 
 
 HOST = Compiler(is_host=True, merges_across_barriers=HOST_MERGES_ACROSS_BARRIERS)
-GPU = Compiler(is_host=False, reduces_sums=True, hides=0.5)
+GPU = Compiler(is_host=False, reduces_sums=True)
 OTHER = Compiler(is_host=False)
 
 

@@ -187,11 +187,10 @@ class StageProblem(PhaseProblem):
             if use.inside:
                 is_sent = isinstance(use.what, UnknownSteps) and use.what.plan is sent
                 place = "sent" if is_sent else self._place(unknowns_in(use.what))
-                seconds[place] += total(question.tables([use]))
+                seconds[place] += total([*question.tables([use]), *question.hidden_of([use])])
         done = work(_inside(question.program.jaxpr))
         for array, table in question.of_work(done):
             seconds[self._place(array.unknowns)] += total([table])
-        seconds["layers"] += total(question.hidden)
         held = {"ends": 0.0, "layers": 0.0}
         moment, _ = question.peak(picks)
         peak = question.program.moments.at(moment)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import jax.numpy as jnp
-import numpy as np
 
 from gspmd.annotate.errors import PlanError
 from gspmd.layouts import Layout
@@ -19,7 +18,6 @@ from gspmd.search.lines import Lines
 from gspmd.search.phase import Case, PhaseProblem, ReadProgram, RelaxedProblem, read_alike
 from gspmd.search.pricing import Prices, Table
 from gspmd.search.program import Use
-from gspmd.tracing.compilers import compiler_for
 from gspmd.training.model import Trainable
 from gspmd.training.step import Update, abstract_program
 
@@ -185,9 +183,10 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         staying = [replace(use, once=0 if use.once < use.times else use.times) for use in weights]
         leaving = [replace(use, times=use.once) for use in weights if use.once < use.times]
         first = [*tables(leaving), *((of, -table) for of, table in tables(replace(use, once=0) for use in leaving))]
-        # Of the steps that leave the loop, as much as products could ever hide is hidden, which only lowers the bound.
-        hides = compiler_for(question.chip).hides
-        first += [(of, np.minimum(-hides * table, 0.0)) for of, table in first]
+        # In M microbatches a repeated move runs M/2 times as often as in two, beside products of 2/M of the tokens, so
+        # at most M/2 times as many seconds of it are hidden. Of the steps that leave the loop, as much is taken as
+        # hidden as in any case.
+        first = [(of, (1 - question.most_hidden) * table) for of, table in first]
         once = [*self._tables_of_tokens(rest), *question.beside, *first, *question.hidden_of(rest)]
         return once, [*tables(staying), *question.hidden_of(staying)]
 

@@ -1,5 +1,6 @@
 """Collectives written for the TPU compiler: the same numbers on host devices, and on a TPU what was planned."""
 
+from dataclasses import replace
 from importlib import util
 
 import jax
@@ -10,8 +11,11 @@ from jax import lax
 
 import gspmd
 from gspmd.audit import compile_offline, topology
+from gspmd.commands.compile import CompileSettings, compiled
 from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import tpu
+from gspmd.training import ShardingConfig
+from tests.references.models import TINY
 
 MESHES = [
     ({"x": 2}, ("x",)),
@@ -234,6 +238,64 @@ def test_a_decoding_step_reduces_and_scatters(torus):
         ("E_xF_yz", (18432, 73728)),
     )
     assert sent == {("reduce-scatter", ("x",)): 512 * 4608 * 2 * 3 // 4}
+
+
+SPLIT_QUERIES = """
+[mesh]
+axes = ["x", "y"]
+
+[lowering]
+default = "blocking"
+
+[embedding]
+table = "VE_x"
+tokens = "B_yxL"
+
+[attention]
+residual = "B_yxLE"
+norm = "E"
+w_q = "E_xH_yD"
+w_k = "E_xK_yD"
+w_v = "E_xK_yD"
+query = "B_xLH_yD"
+key = "B_xLK_yD"
+w_o = "H_yDE_x"
+in_via = "BLE_x, E_xH_yD"
+key_via = "BLE_x, E_xK_yD"
+out_via = "BLH_yD, H_yDE_x"
+
+[ffn]
+residual = "B_yxLE"
+norm = "E"
+w_in = "EF_xy"
+w_gate = "EF_xy"
+hidden = "BLF_xy"
+w_out = "F_xyE"
+
+[output]
+norm = "E"
+table = "V_xyE"
+logits = "BLV_xy"
+
+[cache]
+"attention.key" = "B_xTK_yD"
+"""
+
+
+@needs_libtpu
+def test_a_decoding_step_scatters_its_queries_by_rows(tmp_path):
+    """In a loop over layers a product has its heads in front of its rows; the compiler made this an all-reduce."""
+    path = tmp_path / "queries.toml"
+    path.write_text(SPLIT_QUERIES)
+    model = replace(
+        TINY, layers=2, embed=1024, heads=64, kv_heads=8, head_size=128, feed_forward=2048, vocabulary=1024, tied=False
+    )
+    settings = CompileSettings(
+        topology="tpu-v5e:4x4", phase="decode", batch=64, length=128, dtype="bfloat16", model=model,
+        sharding=ShardingConfig(layout=str(path), mesh="x=4,y=4"),
+    )  # fmt: skip
+    report = compiled(settings, topology("tpu-v5e:4x4"))
+    assert report.ledger.wire_bytes == pytest.approx(report.plan.wire_bytes, rel=1e-3)
 
 
 def test_a_gather_over_all_three_rings_sends_what_is_planned(torus):

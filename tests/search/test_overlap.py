@@ -11,12 +11,13 @@ from jax.sharding import AbstractMesh, AxisType
 import gspmd
 from gspmd.hardware.chips import CHIPS
 from gspmd.lowerings.in_force import lowering, planned_for
+from gspmd.planner.unknown import UnknownProduct
 from gspmd.search.answers import Candidate
 from gspmd.search.answers.presets import picks_of
-from gspmd.search.finding import laid
+from gspmd.search.finding import HIDES, laid
 from gspmd.search.program import on_mesh
-from gspmd.tracing.compilers import compiler_for
 from gspmd_models.search.phases import problem_of
+from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.workload import Workload
 from tests.references.models import TINY
 from tests.search.layouts import drawn
@@ -25,7 +26,6 @@ H100, MESH, LAYERS, LENGTH = CHIPS["h100"], {"x": 2, "y": 4}, 3, 64
 ROWS = 2**24  # their products take longer than all moves of weights
 CONFIG = replace(TINY, heads=8, kv_heads=4, feed_forward=256, layers=LAYERS, tied=False, remat="full")
 WEIGHTS = [*map(set, ("EHD", "EKD", "HDE", "EF", "FE"))]
-HIDES = compiler_for(H100).hides
 
 
 def training(batch, chip=H100, **of):
@@ -97,6 +97,34 @@ def test_a_cost_is_that_of_steps_and_passes_less_what_is_hidden():
         norm = sum(seconds for name, seconds in problem.seconds_of(picks).items() if name.startswith("norm"))
         assert problem.cost(picks) == pytest.approx(taken + norm - hidden(phase, picks), rel=1e-9)
         assert np.isfinite(taken)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_in_microbatches_no_more_is_hidden_than_is_moved(microbatches, tied):
+    """Also of gradients that the compiler reduces behind the loop over microbatches."""
+    workload = Workload(replace(CONFIG, tied=tied), H100, 8, LENGTH, microbatches=microbatches)
+    phase, rng = problem_of(workload, MESH), random.Random(4)
+    question = phase.question
+    for _ in range(8):
+        picks = drawn(phase.problem(), rng)
+        at = [picks[option.name] for option in question.prices.choices]
+        planned = sum(float(table[tuple(at[number] for number in of)]) for of, table in question.planned)
+        assert 0 <= hidden(phase, picks) <= HIDES * planned
+    behind = question._left_out
+    assert behind
+    assert not any(question.is_hidden(what) for what in behind)
+
+
+def test_the_products_of_a_stage_run_on_its_own_devices():
+    """All products of a pipeline are inside of its slots: each stage has the devices of the mesh, not half of them."""
+    workload = Workload(replace(CONFIG, layers=4), H100, 2**10, LENGTH, microbatches=4)
+    question = StageProblem(workload, 2, MESH).question
+    uses = [(use, use.what) for use in question.program.uses]
+    flops = sum(use.times * what.flops for use, what in uses if isinstance(what, UnknownProduct))
+    moved = [(use, what) for use, what in uses if use.times > 1 and question.is_hidden(what)]
+    total = sum(use.times * prod(what.shape) * what.itemsize for use, what in moved)
+    assert question._seconds_beside * total == pytest.approx(flops / prod(MESH.values()) / H100.bf16_flops)
 
 
 def test_nothing_is_hidden_on_a_tpu():

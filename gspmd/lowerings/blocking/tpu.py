@@ -440,7 +440,10 @@ def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
     """Reduce-scatter along the first dimension; the shards get a separate dimension, and fill whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]
-    if x.ndim > 2 and x.shape[-2] % _TILE:  # otherwise the compiler makes it an all-reduce and slices
+    # The compiler replaces a reduce-scatter by an all-reduce and a slice if rows do not fill tiles, or if the product
+    # before it is laid out with another dimension in front of the shards, as heads are. Laid out anew, a small tensor
+    # costs a microsecond, and a large one a tenth of the collective, so large ones are left as they are.
+    if x.ndim > 2 and (x.shape[-2] % _TILE or x.nbytes < SMALL):
         rest = (prod(rest),)
     in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES)
     x = lax.optimization_barrier(x) if x.shape[-1] < LANES <= x.shape[0] else x
