@@ -361,8 +361,8 @@ class MeshProblem:
 
         XLA:GPU starts a collective as soon as its operand is there, and goes on with products that do not need the
         result. In a training step the collectives that can do so are the moves of weights and of their gradients; a
-        move of an activation lies between the products before and after it. `HIDES` of these seconds do not count, of
-        moves that run more than once: those in loops over layers, and those of equal layers without a loop.
+        move of an activation lies between the products before and after it. If such a move runs more than once, as in
+        a loop over layers, the fraction `HIDES` of its seconds does not count.
 
         Of each move, no more seconds are hidden than its share of the products takes at the chip's peak, spread over
         all devices. The shares are in proportion to the bytes of the whole tensors. They depend on no choice, so what

@@ -73,6 +73,22 @@ def test_memory_is_linear_in_tokens_where_they_are_as_many_as_a_weight_has_rows(
         assert same.bytes_of(picks) == (fewer.bytes_of(picks) + more.bytes_of(picks)) / 2
 
 
+def test_partial_sums_of_a_group_s_gradients_are_held_one_at_a_time():
+    """The gradients of w_in and w_gate come from one operation, which reduces the one before it computes the other."""
+    question = problem_of(Workload(replace(TINY, tied=False), CHIPS["tpu-v5p"], 16, 32), {"x": 2}).question
+    moments = question.program.moments
+    assert len({*moments.every}) == len(moments.every)
+    partial = [
+        number
+        for number, array in enumerate(moments.arrays)
+        if array.move and array.move.before[0].partial and array.move.before[0].dims == ("E", "F")
+    ]
+    held = moments.counts[:, partial]
+    assert len(partial) == 2
+    assert held.max(axis=0).tolist() == [1, 1]
+    assert held.sum(axis=1).max() == 1
+
+
 @pytest.mark.parametrize(("mesh", "microbatches"), [({"x": 2}, 1), ({"x": 2, "y": 2}, 2)])
 def test_the_peak_of_a_layout_is_its_largest_sum_over_all_moments(mesh, microbatches):
     config = replace(TINY, tied=False, layers=4)
