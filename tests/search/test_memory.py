@@ -31,7 +31,6 @@ ASSIGNED = {
     "palm-stationary-1d": 23_300_000_000,
     "short-zero-3-none": 12_952_830_976,
     "short-megatron-selective": 19_822_925_824,
-    "short-context": 11_142_964_544,
     "llama-2-zero-3": 5_313_182_560,
     "llama-2-megatron-dots": 20_890_461_568,
     "mixtral-experts": 12_726_178_304,

@@ -66,13 +66,13 @@ def products(batch):
 
 def test_half_of_what_weights_move_is_hidden_where_products_take_longer():
     phase, rng, found = training(ROWS), random.Random(1), set()
-    for _ in range(6):
+    for _ in range(3):
         picks = drawn(phase.problem(), rng)
         seconds = moved(phase, picks)
         assert seconds < 0.05 * products(ROWS)
         assert hidden(phase, picks) == pytest.approx(HIDES * seconds, rel=1e-6, abs=1e-12)
         found.add(seconds)
-    assert len(found - {0.0}) > 3  # layouts differ, and most of them move weights
+    assert len(found - {0.0}) == 3  # the layouts differ, and move weights
 
 
 def test_no_more_is_hidden_than_half_of_the_products():
