@@ -82,10 +82,9 @@ def compiled(settings: command.CompileSettings) -> dict[str, Any]:
 
 
 def planned(settings: command.CompileSettings) -> dict[str, Any]:
-    """Return the seconds of a step as a search plans them, and their parts."""
+    """Return the seconds of a step as a search plans them, those without overlap, and those that may be hidden."""
     question, answer = priced(settings)
     at = [answer.picks[option.name] for option in question.prices.choices]
-
     saved = -sum(float(table[tuple(at[number] for number in of)]) for of, table in question.hidden)
     return {"planned": answer.seconds, "apart": answer.seconds + saved, "may be hidden": saved / HIDES}
 

@@ -371,7 +371,7 @@ class MeshProblem:
         """
         found = []
         for use in uses if self.most_hidden else ():
-            if use.times > 1 and self.is_hidden(use.what):
+            if self.is_hidden(use):
                 most = self._seconds_beside * _bytes(use)
                 found += [(of, -self.most_hidden * np.minimum(table, most)) for of, table in self.tables([use])]
         return found
@@ -381,14 +381,15 @@ class MeshProblem:
         """The largest fraction of a move's seconds that may not count."""
         return HIDES if compiler_for(self.chip) is GPU else 0.0
 
-    def is_hidden(self, what: Unknown) -> bool:
-        """Return whether a step that runs in a loop runs beside products: the move of a weight, or of its gradient.
+    def is_hidden(self, use: Use) -> bool:
+        """Return whether a step moves a weight, or its gradient, more than once, and so runs beside products.
 
         A move whose steps may be left out is not hidden: steps that it shares with another move, and reductions that
         the compiler adds up, perhaps behind the loop.
         """
+        what = use.what
         is_weight = isinstance(what, UnknownMove) and frozenset(what.before[0].dims) in self._weights
-        return is_weight and what not in self._left_out
+        return is_weight and use.times > 1 and what not in self._removable
 
     @cached_property
     def _weights(self) -> set[frozenset[str]]:
@@ -396,7 +397,7 @@ class MeshProblem:
         return {frozenset(self.lines.dims[name]) for name in self.lines.trained}
 
     @cached_property
-    def _left_out(self) -> set[Unknown]:
+    def _removable(self) -> set[Unknown]:
         """The moves some of whose steps may be left out."""
         steps = [use.what for use in self.program.uses if use.times]
         shared: set[Unknown] = {what.chain for what in steps if isinstance(what, UnknownShared)}
@@ -413,7 +414,7 @@ class MeshProblem:
                 inside = (size for axis, size in self.mesh.items() if axis not in self.lines.around)
                 devices = prod(inside if use.inside else (self.whole or self.mesh).values())
                 seconds += use.times * use.what.flops / devices / self.chip.flops("bfloat16")
-            elif self.is_hidden(use.what) and use.times > 1:
+            elif self.is_hidden(use):
                 moved += _bytes(use)
         return seconds / moved if moved else 0.0
 

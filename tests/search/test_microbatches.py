@@ -88,7 +88,7 @@ def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(c
     ("config", "remat", "mesh", "chip"),
     [
         (DENSE, "dots", {"x": 4, "y": 4, "z": 4}, SMALL),
-        (DENSE, "full", {"x": 2, "y": 2}, "h100"),
+        (WIDE, "full", {"x": 4}, "h100"),
         pytest.param(WIDE, "none", {"x": 4, "y": 4, "z": 4}, "tpu-v5p", marks=pytest.mark.slow),
         pytest.param(WIDE, "full", {"x": 4, "y": 4, "z": 4}, "tpu-v4", marks=pytest.mark.slow),
         pytest.param(WIDE, "selective", {"x": 4, "y": 16}, "tpu-v5e", marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 import gspmd
 from gspmd.hardware.chips import CHIPS
 from gspmd.lowerings.in_force import lowering, planned_for
-from gspmd.planner.unknown import UnknownProduct
+from gspmd.planner.unknown import UnknownProduct, UnknownReduction, dims_in
 from gspmd.search.answers import Candidate
 from gspmd.search.answers.presets import picks_of
 from gspmd.search.finding import HIDES, laid
@@ -101,19 +101,26 @@ def test_a_cost_is_that_of_steps_and_passes_less_what_is_hidden():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_in_microbatches_no_more_is_hidden_than_is_moved(microbatches, tied):
-    """Also of gradients that the compiler reduces behind the loop over microbatches."""
-    workload = Workload(replace(CONFIG, tied=tied), H100, 8, LENGTH, microbatches=microbatches)
+def test_in_microbatches_no_more_is_hidden_than_half_of_what_is_moved(microbatches, tied):
+    """Of a gradient that the compiler reduces behind the loop over microbatches, only that reduction is moved."""
+    workload = Workload(replace(CONFIG, tied=tied), H100, ROWS, LENGTH, microbatches=microbatches)
     phase, rng = problem_of(workload, MESH), random.Random(4)
     question = phase.question
+    uses = [use for use in question.uses if dims_in(use.what) in (*WEIGHTS, {*"VE"})]
+    behind = {use.what.chain for use in uses if isinstance(use.what, UnknownReduction)}
+    removed = [use for use in uses if use.what in behind]
+    assert question.hidden_of(removed) == []
+    found = 0.0
     for _ in range(8):
         picks = drawn(phase.problem(), rng)
         at = [picks[option.name] for option in question.prices.choices]
-        planned = sum(float(table[tuple(at[number] for number in of)]) for of, table in question.planned)
-        assert 0 <= hidden(phase, picks) <= HIDES * planned
-    behind = question._left_out
-    assert behind
-    assert not any(question.is_hidden(what) for what in behind)
+        net, most = (
+            sum(float(table[tuple(at[number] for number in of)]) for of, table in question.tables(some))
+            for some in (uses, removed)
+        )
+        assert 0 <= hidden(phase, picks) <= HIDES * net * (1 + 1e-9)
+        found += most
+    assert tied or found > 0  # some of these layouts have such reductions
 
 
 def test_the_products_of_a_stage_run_on_its_own_devices():
@@ -122,7 +129,7 @@ def test_the_products_of_a_stage_run_on_its_own_devices():
     question = StageProblem(workload, 2, MESH).question
     uses = [(use, use.what) for use in question.program.uses]
     flops = sum(use.times * what.flops for use, what in uses if isinstance(what, UnknownProduct))
-    moved = [(use, what) for use, what in uses if use.times > 1 and question.is_hidden(what)]
+    moved = [(use, what) for use, what in uses if question.is_hidden(use)]
     total = sum(use.times * prod(what.shape) * what.itemsize for use, what in moved)
     assert question._seconds_beside * total == pytest.approx(flops / prod(MESH.values()) / H100.bf16_flops)
 
